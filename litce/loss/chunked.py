@@ -1,0 +1,123 @@
+"""Blocks of rows: the gradients are made in the forward pass, in place of the logits (three GEMMs).
+
+The idea is Liger's fused linear cross-entropy (Hsu et al. 2024, arXiv:2410.10989); here sums are fp32, the block of
+logits is the only buffer, and factors constant along a row are applied to (rows, D) operands. It needs one scalar
+upstream gradient, so `reduction="none"` is served by cut.py, which recomputes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from litce.loss.projection import Projection, operand_dtype
+from litce.loss.rows import block_max, exp_sum_, read_target_, subtract_target_
+from litce.loss.supervised_rows import SupervisedRows
+
+Needs = tuple[bool, bool, bool]  # gradients of input, weight, bias
+Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def chunked_loss_and_grads(
+    rows: SupervisedRows, projection: Projection, scale: Tensor, chunk_size: int, needs: Needs
+) -> tuple[Tensor, Grads]:
+    """Return `sum(scale * loss)` over the rows (0-dim) and its gradients, `chunk_size` rows of logits at a time.
+
+    `scale` is 0-dim. The gradient of the weight is fp32; that of the input has the input's dtype (fp32 for fp16, whose
+    range it would underflow before a loss scaler's factor reaches it).
+    """
+    need_input, need_weight, need_bias = needs
+    vocab_size, n_embd = projection.weight.shape
+    device, dtype = rows.input.device, projection.accumulate_dtype
+    loss = torch.zeros((), dtype=dtype, device=device)
+    input_grad = rows.new_grad(held_dtype(rows.input)) if need_input else None
+    weight_grad = torch.empty((vocab_size, n_embd), dtype=dtype, device=device) if need_weight else None
+    bias_grad = torch.zeros(vocab_size, dtype=dtype, device=device) if need_bias else None
+    buffer = torch.empty(vocab_size * min(chunk_size, len(rows)), dtype=dtype, device=device)
+
+    for block in rows.blocks(chunk_size):
+        x, target = rows.hidden(block, projection.dtype), rows.target[block]
+        logits = projection.logits_(buffer[: vocab_size * len(target)].view(vocab_size, -1), x, 0)
+        row_max = block_max(logits)
+        target_logit = torch.full_like(row_max, torch.nan)
+        read_target_(target_logit, logits, target, 0)
+        exp_sum = exp_sum_(logits, row_max)
+        loss += (exp_sum.log() - (target_logit - row_max)).sum()
+        if not any(needs):
+            continue
+        subtract_target_(logits, target, 0, exp_sum)
+        row_scale = scale / exp_sum
+        if input_grad is not None:
+            product = torch.empty(x.shape, dtype=dtype, device=device)
+            projection.input_grad_(product, logits, 0, accumulate=False)
+            rows.write(input_grad, block, product.mul_(row_scale[:, None]))
+        if weight_grad is not None:
+            scaled = (x * row_scale[:, None]).to(projection.dtype)
+            projection.weight_grad_(weight_grad, logits, scaled, accumulate=block.start > 0)
+        if bias_grad is not None:
+            bias_grad.addmv_(logits, row_scale)
+
+    if weight_grad is not None and len(rows) == 0:
+        weight_grad.zero_()
+    return loss * scale, (input_grad, weight_grad, bias_grad)
+
+
+def held_dtype(input: Tensor) -> torch.dtype:
+    """Return the dtype in which the input's gradient waits for the upstream gradient."""
+    return torch.float32 if input.dtype == torch.float16 else input.dtype
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """`apply(input, weight, bias, target, scale, ignore_index, chunk_size)` -> `scale * sum of losses`, fp32 0-dim."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        scale: Tensor,
+        ignore_index: int,
+        chunk_size: int,
+    ) -> Tensor:
+        ctx.options = (ignore_index, chunk_size, operand_dtype(weight))
+        ctx.save_for_backward(input, weight, bias, target, scale)
+        loss, ctx.grads = _run(ctx, input, weight, bias, target, scale)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        # The buffers are handed over, not copied: a second backward of a retained graph makes them again.
+        grads, ctx.grads = ctx.grads, None
+        if grads is None:
+            _, grads = _run(ctx, *ctx.saved_tensors)
+        input_shape, dtypes = ctx.like
+        input_grad, weight_grad, bias_grad = (scale_grad_(g, upstream, d) for g, d in zip(grads, dtypes, strict=True))
+        del grads
+        if input_grad is not None:
+            input_grad = input_grad.view(input_shape)
+        return input_grad, weight_grad, bias_grad, None, None, None, None
+
+
+def _run(
+    ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, scale: Tensor
+) -> tuple[Tensor, Grads]:
+    ignore_index, chunk_size, dtype = ctx.options
+    ctx.like = input.shape, (input.dtype, weight.dtype, None if bias is None else bias.dtype)
+    rows = SupervisedRows(input, target, ignore_index)
+    needs = tuple(ctx.needs_input_grad[:3])
+    return chunked_loss_and_grads(rows, Projection(weight, bias, dtype), scale, chunk_size, needs)
+
+
+def scale_grad_(grad: Tensor | None, upstream: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Return `grad * upstream` in `dtype`, in place where the dtype allows; `upstream` broadcasts against `grad`."""
+    if grad is None:
+        return None
+    if upstream.device.type != "cpu" or upstream.numel() != 1 or float(upstream) != 1.0:
+        grad.mul_(upstream)
+    return grad.to(dtype)

@@ -1,0 +1,167 @@
+"""Which strategy a loss runs with, and how large its blocks are, for a memory budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+DEFAULT_BUDGET_BYTES = 32 * 2**20
+
+StrategyName = Literal["dense", "chunked", "cut"]
+STRATEGIES = ("dense", "chunked", "cut")
+
+# Measured on CPUs (docs/loss.md). Below this many rows the three GEMMs of "chunked" stream the weight so often that
+# the four of "cut" are faster; with a frozen weight cut needs two as well, and wins earlier.
+MIN_CHUNKED_ROWS = 96
+MIN_CHUNKED_ROWS_FROZEN = 512
+MAX_CHUNKED_ROWS = 512
+CUT_ROWS = 2048
+MIN_CUT_TILE = 256
+ROW_MULTIPLE = 16  # vectorised reductions over rows want whole vectors
+
+
+@dataclass(frozen=True)
+class CrossEntropyPlan:
+    """How a head computes its loss: everything resolved, nothing "auto"."""
+
+    strategy: StrategyName
+    rows: int  # rows (tokens) of logits alive at once
+    vocab_tile: int  # columns of logits alive at once
+    peak_bytes: int  # predicted peak above inputs and their gradients
+
+    def __str__(self) -> str:
+        return (
+            f"cross-entropy: {self.strategy}, {self.rows} rows x {self.vocab_tile} of the vocabulary at a time, "
+            f"predicted peak {self.peak_bytes / 2**20:.1f} MiB above inputs and gradients"
+        )
+
+
+def auto_cross_entropy_chunk_size(
+    vocab_size: int, itemsize: int, memory_budget_bytes: int = DEFAULT_BUDGET_BYTES, copies: int = 3
+) -> int:
+    """Return the most rows of logits whose `copies` fit the budget, at least 1.
+
+    `max(1, memory_budget_bytes // (vocab_size * itemsize * copies))`. Autograd's log-softmax over existing logits holds
+    three copies of a chunk: its fp32 logits, log-probabilities and their gradient.
+
+    Raises:
+        ValueError: for an argument below 1.
+    """
+    for name, value in (
+        ("vocab_size", vocab_size),
+        ("itemsize", itemsize),
+        ("memory_budget_bytes", memory_budget_bytes),
+        ("copies", copies),
+    ):
+        if value < 1:
+            raise ValueError(f"{name}={value}; it must be at least 1")
+    return max(1, memory_budget_bytes // (vocab_size * itemsize * copies))
+
+
+def check_chunk_size(name: str, chunk_size: int | str) -> None:
+    """Raise ValueError unless `chunk_size` is "auto", 0 (dense) or a number of rows."""
+    if chunk_size == "auto":
+        return
+    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 0:
+        raise ValueError(f'{name}={chunk_size!r}; give a number of rows, 0 for all at once, or "auto"')
+
+
+def plan_cross_entropy(
+    num_rows: int,
+    vocab_size: int,
+    n_embd: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    weight_requires_grad: bool = True,
+    chunk_size: int | Literal["auto"] = "auto",
+    strategy: Literal["auto", "dense", "chunked", "cut"] = "auto",
+    memory_budget_bytes: int = DEFAULT_BUDGET_BYTES,
+) -> CrossEntropyPlan:
+    """Return the plan of a loss over (num_rows, n_embd) hidden states and a (vocab_size, n_embd) weight of `dtype`.
+
+    `chunk_size` k > 0 means k rows, 0 means dense. "auto" with strategy "auto" is the fastest strategy whose predicted
+    peak fits `memory_budget_bytes`; with a named strategy its block is sized for the budget. A budget below the
+    smallest useful tile gets that tile, whose size `peak_bytes` states.
+
+    Raises:
+        ValueError: for an unknown strategy, an unusable size or budget, or a chunk size that contradicts the strategy.
+    """
+    if strategy not in ("auto", *STRATEGIES):
+        raise ValueError(f"strategy={strategy!r}; choose auto, dense, chunked or cut")
+    check_chunk_size("chunk_size", chunk_size)
+    if memory_budget_bytes < 1:
+        raise ValueError(f"memory_budget_bytes={memory_budget_bytes}; give a positive number of bytes")
+    if chunk_size == 0:
+        if strategy in ("chunked", "cut"):
+            raise ValueError(
+                f"chunk_size=0 means all logits at once, strategy={strategy!r} does not; "
+                'give a number of rows or "auto"'
+            )
+        strategy = "dense"
+    shape = _Shape(max(1, num_rows), vocab_size, n_embd, dtype, weight_requires_grad)
+    if strategy == "dense":
+        return shape.dense()
+    if strategy == "auto" and chunk_size == "auto":
+        chunked, cut = shape.chunked(memory_budget_bytes), shape.cut(memory_budget_bytes)
+        enough = MIN_CHUNKED_ROWS if weight_requires_grad else MIN_CHUNKED_ROWS_FROZEN
+        fits = chunked.peak_bytes <= memory_budget_bytes and chunked.rows >= min(enough, shape.rows)
+        return chunked if fits else cut
+    rows = None if chunk_size == "auto" else min(chunk_size, shape.rows)
+    return shape.cut(memory_budget_bytes, rows) if strategy == "cut" else shape.chunked(memory_budget_bytes, rows)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    rows: int
+    vocab_size: int
+    n_embd: int
+    dtype: torch.dtype
+    weight_requires_grad: bool
+
+    @property
+    def item(self) -> int:
+        return max(4, self.dtype.itemsize)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Row statistics, and the widened tile of a 16-bit weight."""
+        from litce.loss.projection import CAST_TILE_BYTES
+
+        return 8 * self.rows * self.item + (CAST_TILE_BYTES if self.dtype.itemsize < 4 else 0)
+
+    def dense(self) -> CrossEntropyPlan:
+        # Logits, log-probabilities and their gradient; a 16-bit GEMM adds its own copy of the first and the last.
+        copies = 3 * self.item + (2 * self.dtype.itemsize if self.dtype.itemsize < 4 else 0)
+        return CrossEntropyPlan("dense", self.rows, self.vocab_size, self.rows * self.vocab_size * copies)
+
+    def chunked(self, budget: int, rows: int | None = None) -> CrossEntropyPlan:
+        per_row = self.vocab_size * self.item + 2 * self.n_embd * self.item
+        widened = self.vocab_size * self.n_embd * self.item if self._widens_weight_grad else 0
+        fixed = self.fixed_bytes + widened
+        if rows is None:
+            rows = _round_down(min(MAX_CHUNKED_ROWS, (budget - fixed) // per_row))
+            rows = min(rows, self.rows)
+        return CrossEntropyPlan("chunked", rows, self.vocab_size, rows * per_row + fixed)
+
+    def cut(self, budget: int, rows: int | None = None) -> CrossEntropyPlan:
+        rows = rows or min(CUT_ROWS, self.rows)
+        while True:
+            fixed = self.fixed_bytes + 2 * rows * self.n_embd * self.item
+            per_column = rows * self.item + (self.n_embd * self.item if self._widens_weight_grad else 0)
+            tile = (budget - fixed) // per_column
+            if tile >= MIN_CUT_TILE or rows <= 64:
+                break
+            rows //= 2
+        tile = min(self.vocab_size, max(MIN_CUT_TILE, tile // 256 * 256))
+        return CrossEntropyPlan("cut", rows, tile, tile * per_column + fixed)
+
+    @property
+    def _widens_weight_grad(self) -> bool:
+        return self.weight_requires_grad and self.dtype.itemsize < 4
+
+
+def _round_down(rows: int) -> int:
+    return max(1, rows // ROW_MULTIPLE * ROW_MULTIPLE if rows >= ROW_MULTIPLE else rows)

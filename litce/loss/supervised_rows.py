@@ -1,0 +1,63 @@
+"""The rows of the hidden states that have a target, served block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+
+class SupervisedRows:
+    """Views the rows of `input` (..., D) whose `target` (...) is not `ignore_index`, without copying all of them.
+
+    Ignored rows reach no GEMM, and strided inputs are gathered one block at a time, so that the copy of a sliced or
+    partly ignored input never exceeds a block.
+    """
+
+    def __init__(self, input: Tensor, target: Tensor, ignore_index: int) -> None:
+        self.input = input
+        self.num_rows = target.numel()
+        flat_target = target.reshape(-1)
+        keep = flat_target != ignore_index
+        self.index: Tensor | None = None  # flat positions of the kept rows; None: all rows
+        if not bool(keep.all()):
+            self.index = keep.nonzero()[:, 0]
+            flat_target = flat_target[self.index]
+        self.target = flat_target.long()
+        try:
+            self._flat: Tensor | None = input.view(-1, input.shape[-1])
+        except RuntimeError:
+            self._flat = None
+            if self.index is None:
+                self.index = torch.arange(self.num_rows, device=target.device)
+
+    def __len__(self) -> int:
+        return self.target.numel()
+
+    def blocks(self, rows: int) -> Iterator[slice]:
+        """Yield slices of at most `rows` of the kept rows."""
+        for start in range(0, len(self), rows):
+            yield slice(start, min(start + rows, len(self)))
+
+    def hidden(self, block: slice, dtype: torch.dtype) -> Tensor:
+        """Return the hidden states (rows, D) of a block in `dtype`; a view where nothing has to be copied."""
+        if self.index is None:
+            assert self._flat is not None
+            return self._flat[block].to(dtype)
+        index = self.index[block]
+        if self._flat is not None:
+            return self._flat.index_select(0, index).to(dtype)
+        return self.input[torch.unravel_index(index, self.input.shape[:-1])].to(dtype)
+
+    def new_grad(self, dtype: torch.dtype) -> Tensor:
+        """Return a gradient buffer (all rows, D): zeros where rows are dropped, uninitialised elsewhere."""
+        make = torch.empty if self.index is None else torch.zeros
+        return make((self.num_rows, self.input.shape[-1]), dtype=dtype, device=self.input.device)
+
+    def write(self, out: Tensor, block: slice, values: Tensor) -> None:
+        """Write `values` (rows, ...) of a block to their places in `out` (all rows, ...)."""
+        if self.index is None:
+            out[block] = values
+        else:
+            out.index_copy_(0, self.index[block], values.to(out.dtype))
