@@ -1,0 +1,224 @@
+import itertools
+import json
+from collections import Counter
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer as HFTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+from tokenizers.pre_tokenizers import ByteLevel
+
+from litce import generate as generate_module
+from litce.args import UsageError
+from litce.config import Config
+from litce.generate import generate, sample_token, setup
+from litce.model import GPT
+from litce.tokenizer import Tokenizer
+
+
+@pytest.fixture(params=["learned", "rope"])
+def model(request):
+    torch.manual_seed(0)
+    config = Config(
+        block_size=16,
+        vocab_size=50,
+        padded_vocab_size=64,
+        n_layer=2,
+        n_head=2,
+        n_embd=16,
+        positions=request.param,
+        tie_embeddings=False,
+    )
+    model = GPT(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+        # Most of the mass lies on the padding, where no token is.
+        model.lm_head.weight[50:] *= 20
+    return model
+
+
+def greedy_by_hand(model, ids, steps, vocab_size):
+    ids = list(ids)
+    for _ in range(steps):
+        logits = model(torch.tensor([ids[-model.max_seq_length :]]))[0, -1, :vocab_size]
+        ids.append(int(logits.argmax()))
+    return ids
+
+
+def test_temperature_0_is_argmax_over_the_last_window(model):
+    prompt = [3, 1, 4, 1, 5]
+    expected = greedy_by_hand(model, prompt, 30, 50)
+    assert generate(model, prompt, max_new_tokens=30, temperature=0.0) == expected[5:]
+    assert generate(model, prompt, max_new_tokens=30, top_k=1) == expected[5:]
+
+
+def test_window_crops_a_long_prompt(model):
+    prompt = [i % 50 for i in range(40)]
+    expected = greedy_by_hand(model, prompt, 4, 50)[40:]
+    assert generate(model, prompt, max_new_tokens=4, temperature=0.0) == expected
+    assert generate(model, prompt[-16:], max_new_tokens=4, temperature=0.0) == expected
+    model.max_seq_length = 8
+    assert generate(model, prompt, max_new_tokens=4, temperature=0.0) == greedy_by_hand(model, prompt, 4, 50)[40:]
+
+
+def test_seed_decides_the_text(model):
+    def run(seed):
+        rng = torch.Generator().manual_seed(seed)
+        return generate(model, [1], max_new_tokens=20, temperature=2.0, top_k=None, generator=rng)
+
+    assert run(0) == run(0)
+    assert len({tuple(run(seed)) for seed in range(5)}) == 5
+
+
+@pytest.mark.parametrize("vocab_size", [50, 7])
+def test_no_id_outside_the_vocabulary(model, vocab_size):
+    for temperature, top_k in itertools.product((0.0, 1.0, 50.0), (None, 60)):
+        ids = generate(model, [1], max_new_tokens=40, temperature=temperature, top_k=top_k, vocab_size=vocab_size)
+        assert len(ids) == 40 and max(ids) < vocab_size
+    # Left out, the model's own vocabulary without its padding is the limit.
+    assert max(generate(model, [1], max_new_tokens=60, temperature=50.0, top_k=None)) < 50
+
+
+def test_eos_ends_the_text_and_is_left_out(model):
+    full = generate(model, [2, 3], max_new_tokens=30, temperature=0.0)
+    eos = full[4]
+    assert generate(model, [2, 3], max_new_tokens=30, temperature=0.0, eos_id=eos) == full[: full.index(eos)]
+    assert generate(model, [eos], max_new_tokens=1, temperature=0.0, eos_id=49) != []
+
+
+def test_only_the_last_position_reaches_the_head(model):
+    rows = []
+    model.lm_head.register_forward_hook(lambda module, args, output: rows.append(args[0].shape[:-1].numel()))
+    generate(model, [1] * 12, max_new_tokens=3)
+    assert rows == [1, 1, 1]
+
+
+def test_the_model_can_train_after_generating(model):
+    generate(model, [1, 2], max_new_tokens=2)
+    model(torch.zeros(1, 4, dtype=torch.int64), torch.ones(1, 4, dtype=torch.int64)).backward()
+    assert model.lm_head.weight.grad is not None
+
+
+def frequencies(logits, draws=10000, **options):
+    rng = torch.Generator().manual_seed(0)
+    counts = Counter(sample_token(logits, generator=rng, **options) for _ in range(draws))
+    return torch.tensor([counts[i] / draws for i in range(len(logits))])
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize("top_k", [None, 3, 99])
+def test_samples_follow_the_softmax(temperature, top_k):
+    logits = torch.tensor([2.0, -1.0, 0.5, 1.0, 0.0])
+    expected = (logits / temperature).double().exp()
+    if top_k == 3:
+        expected[[1, 4]] = 0
+    expected /= expected.sum()
+    actual = frequencies(logits, temperature=temperature, top_k=top_k)
+    # Five standard deviations of a share of 10000 draws.
+    assert ((actual - expected).abs() <= 5 * (expected * (1 - expected) / 10000).sqrt() + 1e-12).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_tiny_temperature_of_large_logits_is_argmax(dtype):
+    logits = torch.tensor([3.0e4, 2.9e4, -3.0e4]).to(dtype)
+    assert {sample_token(logits, 1e-30, None, None) for _ in range(20)} == {0}
+
+
+BAD_OPTIONS = [
+    ({"max_new_tokens": 0}, "--max_new_tokens: must be at least 1, got 0"),
+    ({"max_new_tokens": -3}, "--max_new_tokens: must be at least 1, got -3"),
+    ({"temperature": -0.1}, "--temperature: must be 0 .* or more, got -0.1"),
+    ({"temperature": float("nan")}, "--temperature: .* got nan"),
+    ({"top_k": 0}, "--top_k: must be at least 1, .* got 0"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS)
+def test_bad_options_of_the_function(model, options, message):
+    with pytest.raises(UsageError, match=message):
+        generate(model, [1], **{"max_new_tokens": 1, **options})
+
+
+def test_bad_prompts_of_the_function(model):
+    with pytest.raises(UsageError, match="prompt: needs at least one token"):
+        generate(model, [], max_new_tokens=1)
+    with pytest.raises(UsageError, match="token id 64 is outside the model's vocabulary of 64"):
+        generate(model, [1, 64], max_new_tokens=1)
+
+
+@pytest.fixture
+def checkpoint_dir(tmp_path):
+    """A random model whose tokenizer has one id per byte, and `<eos>`."""
+    vocab = {symbol: i for i, symbol in enumerate(sorted(ByteLevel.alphabet()))} | {"<eos>": 256, "<bos>": 257}
+    tokenizer = HFTokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    write_special_tokens(tmp_path, bos=None)
+    config = Config(block_size=8, vocab_size=300, n_layer=1, n_head=2, n_embd=16)
+    config.save(tmp_path / "model_config.yaml")
+    torch.manual_seed(0)
+    model = GPT(config)
+    model.init_weights()
+    save_file(model.state_dict(), tmp_path / "lit_model.safetensors")
+    return tmp_path
+
+
+def write_special_tokens(directory, bos):
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", "bos_token": bos}))
+
+
+def test_command_prints_prompt_and_continuation(checkpoint_dir, capsys):
+    setup(checkpoint_dir, "día", max_new_tokens=5, seed=1)
+    first = capsys.readouterr()
+    assert first.out.startswith("día") and len(first.out) > len("día\n") and first.err == ""
+    setup(checkpoint_dir, "día", max_new_tokens=5, seed=1)
+    assert capsys.readouterr().out == first.out
+    setup(checkpoint_dir, "día", max_new_tokens=5, seed=2)
+    assert capsys.readouterr().out != first.out
+
+
+def test_command_reports_a_prompt_longer_than_the_window(checkpoint_dir, capsys):
+    setup(checkpoint_dir, "0123456789", max_new_tokens=1)
+    captured = capsys.readouterr()
+    assert captured.err == "The prompt has 10 tokens; the model sees the last 8 of them.\n"
+    assert captured.out.startswith("0123456789")
+
+
+def test_command_starts_an_empty_prompt_from_bos(checkpoint_dir, capsys):
+    with pytest.raises(UsageError, match="--prompt: got '', and the tokenizer has no bos token"):
+        setup(checkpoint_dir, "", max_new_tokens=2)
+    write_special_tokens(checkpoint_dir, bos="<bos>")
+    setup(checkpoint_dir, "", max_new_tokens=2)
+    assert capsys.readouterr().out.strip("\n")
+
+
+@pytest.mark.parametrize("bos", [None, "<bos>"])
+def test_command_feeds_bos_and_prints_the_text_alone(checkpoint_dir, capsys, monkeypatch, bos):
+    write_special_tokens(checkpoint_dir, bos=bos)
+    tokenizer = Tokenizer(checkpoint_dir)
+    seen = []
+
+    def continue_with_text(model, prompt_ids, **options):
+        seen.append((prompt_ids, options["eos_id"], options["vocab_size"]))
+        return tokenizer.encode("ía")
+
+    monkeypatch.setattr(generate_module, "generate", continue_with_text)
+    setup(checkpoint_dir, "d")
+    # 258 ids are in use, of the 300 that the model has.
+    assert seen == [([257] * (bos is not None) + tokenizer.encode("d"), 256, 258)]
+    assert capsys.readouterr().out == "día\n"
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS)
+def test_command_checks_its_options_before_loading(checkpoint_dir, monkeypatch, options, message):
+    def no_loading(*args, **kwargs):
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr(generate_module, "load_model", no_loading)
+    with pytest.raises(UsageError, match=message):
+        setup(checkpoint_dir, "a", **options)
+    with pytest.raises(UsageError, match="--prompt"):
+        setup(checkpoint_dir, "")
