@@ -1,0 +1,146 @@
+import itertools
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from litce.data.base import PADDING_SAMPLE, DataModule, ResumableSampler, Sample, make_dataloader
+
+NUM_SAMPLES = 20
+
+
+class Numbered(Dataset[Sample]):
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> Sample:
+        assert 0 <= index < self.num_samples
+        length = 2 + index % 3
+        return {"input_ids": torch.full((length,), index), "targets": torch.full((length,), index + 1)}
+
+
+class NumberedData(DataModule):
+    def __init__(self, num_samples: int = NUM_SAMPLES, num_workers: int = 0) -> None:
+        self.num_samples = num_samples
+        self.num_workers = num_workers
+
+    def connect(self, tokenizer: object, max_seq_length: int, seed: int = 42) -> None: ...
+
+    def train_dataset(self) -> Numbered:
+        return Numbered(self.num_samples)
+
+    def val_dataset(self) -> Numbered:
+        return Numbered(self.num_samples)
+
+
+def loader_of(data: NumberedData, rank: int = 0, world_size: int = 1, shuffle: bool = True) -> DataLoader[Sample]:
+    return make_dataloader(
+        data.train_dataset(), data, batch_size=2, shuffle=shuffle, seed=7, rank=rank, world_size=world_size
+    )
+
+
+def sample_ids(loader: DataLoader[Sample]) -> Iterator[int]:
+    """Id of each sample in the order of the batches, -1 for a masked one."""
+    for batch in loader:
+        for inputs, targets in zip(batch["input_ids"], batch["targets"], strict=True):
+            yield -1 if (targets == -100).all() else int(inputs[0])
+
+
+def epochs_from(loader: DataLoader[Sample], epoch: int, consumed: int) -> list[int]:
+    """The rest of the epoch, and the whole of the next."""
+    assert isinstance(loader.sampler, ResumableSampler)
+    loader.sampler.set_position(epoch, consumed)
+    rest = list(sample_ids(loader))
+    loader.sampler.set_position(epoch + 1, 0)
+    return rest + list(sample_ids(loader))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_resuming_at_every_position_gives_the_uninterrupted_ids(world_size: int, num_workers: int) -> None:
+    per_rank = NUM_SAMPLES // world_size
+    for rank in range(world_size):
+        uninterrupted = {epoch: epochs_from(loader_of(NumberedData(), rank, world_size), epoch, 0) for epoch in (0, 1)}
+        for epoch, consumed in itertools.product((0, 1), range(per_rank + 1)):
+            resumed = epochs_from(loader_of(NumberedData(num_workers=num_workers), rank, world_size), epoch, consumed)
+            assert resumed == uninterrupted[epoch][consumed:]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_what_workers_read_ahead_is_not_lost(num_workers: int) -> None:
+    data = NumberedData(num_workers=num_workers)
+    interrupted = list(itertools.islice(sample_ids(loader_of(data)), 6))
+    assert interrupted + epochs_from(loader_of(data), 0, 6) == epochs_from(loader_of(NumberedData()), 0, 0)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize(("num_samples", "world_size"), [(20, 1), (20, 2), (20, 3), (7, 4), (1, 4)])
+def test_ranks_agree_on_counts_and_see_each_sample_once(num_samples: int, world_size: int, shuffle: bool) -> None:
+    data = NumberedData(num_samples)
+    ranks = [list(sample_ids(loader_of(data, rank, world_size, shuffle))) for rank in range(world_size)]
+    assert {len(ids) for ids in ranks} == {math.ceil(num_samples / world_size)}
+    seen = sorted(itertools.chain.from_iterable(ranks))
+    padding = -num_samples % world_size
+    assert seen == [-1] * padding + list(range(num_samples))
+
+
+def test_consumed_samples_are_a_prefix_whatever_the_world_size() -> None:
+    order = list(ResumableSampler(NUM_SAMPLES, shuffle=True, seed=3))
+    halves = [list(ResumableSampler(NUM_SAMPLES, shuffle=True, seed=3, rank=rank, world_size=2)) for rank in (0, 1)]
+    assert sorted(halves[0][:4] + halves[1][:4]) == sorted(order[:8])
+
+
+def test_order_changes_with_epoch_and_seed_and_not_without_shuffling() -> None:
+    orders = []
+    for seed, epoch in itertools.product((0, 1), (0, 1)):
+        sampler = ResumableSampler(NUM_SAMPLES, shuffle=True, seed=seed)
+        sampler.set_position(epoch, 0)
+        orders.append(tuple(sampler))
+    assert len(set(orders)) == 4
+    assert list(ResumableSampler(5, shuffle=False, seed=0)) == [0, 1, 2, 3, 4]
+
+
+def test_length_is_that_of_the_epoch_after_a_resume() -> None:
+    loader = loader_of(NumberedData(5))
+    assert len(loader) == 3
+    assert isinstance(loader.sampler, ResumableSampler)
+    loader.sampler.set_position(0, 4)
+    assert len(loader) == 3
+    assert len(list(loader)) == 1
+
+
+def test_sampler_refuses_impossible_positions_and_ranks() -> None:
+    sampler = ResumableSampler(5, shuffle=True, seed=0, world_size=2)
+    for epoch, consumed in ((-1, 0), (0, 4), (0, -1)):
+        with pytest.raises(ValueError, match="epoch of 3 samples per rank"):
+            sampler.set_position(epoch, consumed)
+    with pytest.raises(ValueError, match="rank 2 of world_size 2"):
+        ResumableSampler(5, shuffle=True, seed=0, rank=2, world_size=2)
+
+
+def test_padding_sample_is_masked() -> None:
+    loader = loader_of(NumberedData(1), rank=1, world_size=2)
+    assert list(loader.sampler) == [PADDING_SAMPLE]
+    (batch,) = loader
+    assert (batch["targets"] == -100).all()
+    assert batch["input_ids"].shape == batch["targets"].shape == (1, 2)
+
+
+def test_collate_pads_to_the_longest() -> None:
+    data = NumberedData()
+    batch = data.collate([data.train_dataset()[1], data.train_dataset()[2]])
+    assert batch["input_ids"].tolist() == [[1, 1, 1, 0], [2, 2, 2, 2]]
+    assert batch["targets"].tolist() == [[2, 2, 2, -100], [3, 3, 3, 3]]
+    assert batch["input_ids"].dtype == batch["targets"].dtype == torch.int64
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_reading_leaves_the_global_generator_alone(num_workers: int) -> None:
+    before = torch.get_rng_state()
+    list(loader_of(NumberedData(4, num_workers)))
+    assert torch.equal(before, torch.get_rng_state())

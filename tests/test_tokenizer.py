@@ -1,0 +1,119 @@
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, models, pre_tokenizers
+from tokenizers import Tokenizer as HFTokenizer
+from tokenizers.processors import TemplateProcessing
+
+from litce.args import UsageError
+from litce.tokenizer import Tokenizer
+
+VOCAB = {"a": 0, "b": 1, "</s>": 2, "<s>": 3, "<end>": 9}
+
+
+def write(folder: Path, vocab: dict[str, int] = VOCAB, **configs: object) -> Path:
+    processor = HFTokenizer(models.WordLevel(vocab, unk_token="a"))
+    processor.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    folder.mkdir(exist_ok=True)
+    processor.save(str(folder / "tokenizer.json"))
+    for name, content in configs.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("configs", "eos", "bos"),
+    [
+        ({}, 2, 3),
+        ({"tokenizer_config": {"eos_token": "<end>"}}, 9, 3),
+        ({"tokenizer_config": {"eos_token": {"content": "<end>"}, "bos_token": {"content": "b"}}}, 9, 1),
+        ({"tokenizer_config": {"eos_token": None, "bos_token": None}}, 2, None),
+        ({"generation_config": {"eos_token_id": 9, "bos_token_id": 1}}, 9, 1),
+        ({"generation_config": {"eos_token_id": [9, 2], "bos_token_id": None}}, 9, 3),
+        (
+            {"tokenizer_config": {"bos_token": None}, "generation_config": {"eos_token_id": 9, "bos_token_id": 1}},
+            9,
+            None,
+        ),
+        ({"tokenizer_config": {"eos_token": "b"}, "generation_config": {"eos_token_id": 9}}, 1, 3),
+    ],
+)
+def test_special_ids(tmp_path: Path, configs: dict[str, object], eos: int, bos: int | None) -> None:
+    tokenizer = Tokenizer(write(tmp_path, **configs))
+    assert (tokenizer.eos_id, tokenizer.bos_id) == (eos, bos)
+
+
+def test_encode_adds_only_what_is_asked_for(tmp_path: Path) -> None:
+    processor = HFTokenizer.from_file(str(write(tmp_path) / "tokenizer.json"))
+    processor.add_special_tokens([AddedToken("<s>", special=True)])
+    processor.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 3)])
+    processor.enable_truncation(2)
+    processor.enable_padding(length=8)
+    processor.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(str(tmp_path))
+    assert tokenizer.encode("a b b a") == [0, 1, 1, 0]
+    assert tokenizer.encode("a b", bos=True, eos=True) == [3, 0, 1, 2]
+    assert tokenizer.encode("", eos=True) == [2]
+    assert tokenizer.encode_batch(["a b b a", "b"]) == [[0, 1, 1, 0], [1]]
+    assert tokenizer.decode([3, 0, 1]) == "<s> a b"
+
+
+def test_vocab_size_is_above_every_id_despite_holes(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write(tmp_path))
+    assert tokenizer.vocab_size == 10
+    processor = HFTokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert processor.get_vocab_size() == 5
+
+
+def test_absent_special_tokens_are_none_and_asking_for_one_is_an_error(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write(tmp_path, {"a": 0, "b": 1}))
+    assert tokenizer.eos_id is None
+    assert tokenizer.bos_id is None
+    for flags, name in (({"eos": True}, "eos"), ({"bos": True}, "bos")):
+        with pytest.raises(UsageError, match=f'has no {name} token; name one as "{name}_token" in .*tokenizer_config'):
+            tokenizer.encode("a", **flags)
+
+
+def test_save_copies_what_the_folder_has(tmp_path: Path) -> None:
+    source = write(tmp_path / "a", tokenizer_config={"eos_token": "<end>"})
+    (source / "model.safetensors").write_text("not the tokenizer's")
+    tokenizer = Tokenizer(source)
+    tokenizer.save(tmp_path / "b" / "c")
+    tokenizer.save(tmp_path / "b" / "c")
+    assert {path.name for path in (tmp_path / "b" / "c").iterdir()} == {"tokenizer.json", "tokenizer_config.json"}
+    copy = Tokenizer(tmp_path / "b" / "c")
+    assert copy.eos_id == 9
+    assert copy.fingerprint == tokenizer.fingerprint
+    copy.save(copy.directory)
+    assert Tokenizer(copy.directory).fingerprint == tokenizer.fingerprint
+
+
+def test_fingerprint_follows_the_vocabulary_and_the_special_ids(tmp_path: Path) -> None:
+    fingerprints = {
+        Tokenizer(write(tmp_path / "a")).fingerprint,
+        Tokenizer(write(tmp_path / "b", VOCAB | {"c": 4})).fingerprint,
+        Tokenizer(write(tmp_path / "c", tokenizer_config={"eos_token": "<end>"})).fingerprint,
+    }
+    assert len(fingerprints) == 3
+
+
+def test_unusable_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"none/tokenizer\.json does not exist; give --tokenizer_dir"):
+        Tokenizer(tmp_path / "none")
+    folder = write(tmp_path / "a", tokenizer_config={"eos_token": "<absent>"})
+    with pytest.raises(UsageError, match=r"tokenizer_config\.json: eos_token '<absent>' is not in the vocabulary"):
+        Tokenizer(folder)
+    (folder / "tokenizer_config.json").write_text("{")
+    with pytest.raises(UsageError, match=r"tokenizer_config\.json is not valid JSON"):
+        Tokenizer(folder)
+    (folder / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(UsageError, match=r"tokenizer_config\.json must hold a JSON object, got list"):
+        Tokenizer(folder)
+    (folder / "tokenizer_config.json").unlink()
+    (folder / "generation_config.json").write_text('{"eos_token_id": 5}')
+    with pytest.raises(UsageError, match=r"generation_config\.json: eos_token_id 5 is not in the vocabulary"):
+        Tokenizer(folder)
+    (folder / "tokenizer.json").write_text('{"version": "1.0", "model"')
+    with pytest.raises(UsageError, match=r"tokenizer\.json is not a readable tokenizer\.json"):
+        Tokenizer(folder)
