@@ -56,10 +56,10 @@ class Document:
 
 
 def split_documents(documents: Sequence[Document], fraction: float) -> tuple[list[Document], list[Document]]:
-    """Training and validation documents, the latter three quarters to all of `fraction` of the bytes, at least one.
+    """Training and validation documents, the latter three quarters to all of `fraction` of the bytes.
 
     Documents are taken in the order of the hash of their names, so the choice depends on no seed and on no machine.
-    Needs at least two documents.
+    Where every one is larger than `fraction` allows, the end of the largest is held out.
     """
     order = sorted(documents, key=lambda document: hashlib.sha256(document.name.encode()).digest())
     limit = fraction * sum(document.num_bytes for document in order)
@@ -73,11 +73,21 @@ def split_documents(documents: Sequence[Document], fraction: float) -> tuple[lis
         if held_bytes >= 0.75 * limit:
             break
     if held_bytes == 0:
-        held_out = {min(order, key=lambda document: document.num_bytes or float("inf")).name}
+        largest = max(order, key=lambda document: document.num_bytes)
+        start, end = _cut_end(largest, limit / max(1, largest.num_bytes))
+        return [start if document is largest else document for document in documents], [end]
     return (
         [document for document in documents if document.name not in held_out],
         [document for document in documents if document.name in held_out],
     )
+
+
+def _cut_end(document: Document, fraction: float) -> tuple[Document, Document]:
+    text = document.read()
+    middle = len(text) - round(len(text) * fraction)
+    # A whole line is a better start than half a word.
+    boundary = text.rfind("\n", 0, middle) + 1 or middle
+    return replace(document, stop=boundary), replace(document, start=boundary)
 
 
 def cache_dir() -> Path:
@@ -252,7 +262,7 @@ class TextFiles(TextDataModule):
     val_path: Path | None = None
     """Text file or folder to validate on; its files are left out of training"""
     val_fraction: float | None = None
-    """Part held out when there is no val_path: whole files, or the end of a single file (default: 0.05)"""
+    """Part held out when there is no val_path: whole files, or the end of one where all are larger (default: 0.05)"""
     pattern: str = "**/*.txt"
     """Which files of a folder to read"""
     num_workers: int = 0
@@ -274,10 +284,8 @@ class TextFiles(TextDataModule):
             val = self._find("--data.val_path", self.val_path)
             held_out = {document.path.resolve() for document in val}
             train = [document for document in documents if document.path.resolve() not in held_out]
-        elif len(documents) > 1:
-            train, val = split_documents(documents, self._fraction)
         else:
-            train, val = self._split_text(documents[0])
+            train, val = split_documents(documents, self._fraction)
         val_name = f"--data.path {self.path}" if self.val_path is None else f"--data.val_path {self.val_path}"
         self.connect_documents(
             train,
@@ -297,10 +305,3 @@ class TextFiles(TextDataModule):
         if not files:
             raise UsageError(f"{flag} {path} has no file that matches --data.pattern {self.pattern!r}; change one")
         return [Document(file.relative_to(path).as_posix(), file) for file in files]
-
-    def _split_text(self, document: Document) -> tuple[list[Document], list[Document]]:
-        text = document.read()
-        middle = len(text) - max(1, round(len(text) * self._fraction))
-        # A whole line is a better start than half a word.
-        boundary = text.rfind("\n", 0, middle) + 1 or middle
-        return [replace(document, stop=boundary)], [replace(document, start=boundary)]

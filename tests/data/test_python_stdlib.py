@@ -1,4 +1,5 @@
 import math
+import pickle
 from pathlib import Path
 
 import jsonargparse
@@ -73,6 +74,15 @@ def test_cache_hit_trains_and_writes_nothing(stdlib: Path, cache: Path, monkeypa
     (stdlib / "module00.py").write_text("changed = True\n")
     with pytest.raises(AssertionError, match="trained again"):
         PythonStdlib(vocab_size=300).prepare()
+
+
+def test_workers_can_be_sent_the_module(stdlib: Path) -> None:
+    data = PythonStdlib(vocab_size=300)
+    data.connect(None, max_seq_length=16)
+    before = data.train_dataset()[3]["targets"]
+    copy = pickle.loads(pickle.dumps(data))
+    assert torch.equal(copy.train_dataset()[3]["targets"], before)
+    assert copy.collate([copy.train_dataset()[3]])["targets"].tolist() == [before.tolist()]
 
 
 def test_training_is_deterministic(stdlib: Path) -> None:

@@ -60,7 +60,7 @@ def test_single_file_gives_its_end_from_a_line_on(tmp_path: Path, big_tokenizer:
     assert tokens(data.val_dataset()) == [i for i in range(189, 200) for _ in range(2)] + [EOS]
 
 
-def test_split_depends_on_names_alone_and_holds_out_at_least_one(tmp_path: Path) -> None:
+def test_split_depends_on_names_alone(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, {f"{i}.txt": "x" * (100 + i) for i in range(50)})
     documents = [Document(f"{i}.txt", folder / f"{i}.txt") for i in range(50)]
     train, val = split_documents(documents, 0.05)
@@ -68,8 +68,13 @@ def test_split_depends_on_names_alone_and_holds_out_at_least_one(tmp_path: Path)
     held_out = sum(document.num_bytes for document in val) / sum(document.num_bytes for document in documents)
     assert 0.0375 <= held_out <= 0.05
     assert {d.name for d in split_documents(documents[::-1], 0.05)[1]} == {d.name for d in val}
-    train, val = split_documents(documents[:2], 0.01)
-    assert (len(train), len(val)) == (1, 1)
+
+
+def test_files_larger_than_the_fraction_give_the_end_of_the_largest(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, {"a.txt": "a" * 400, "b.txt": "b\n" * 300, "c.txt": ""})
+    train, val = split_documents([Document(name, folder / name) for name in ("a.txt", "b.txt", "c.txt")], 0.1)
+    assert [document.read() for document in train] == ["a" * 400, "b\n" * 250, ""]
+    assert [document.read() for document in val] == ["b\n" * 50]
 
 
 def test_pieces_of_a_long_text_are_its_ids(stdlib: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,15 +187,15 @@ def test_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 
 def test_unusable_input_is_refused(tmp_path: Path, big_tokenizer: Tokenizer) -> None:
-    folder = folder_of(tmp_path / "all", {"a.txt": "w1 w2 w3", "b.txt": "w1 w2 w3"})
+    folder = folder_of(tmp_path / "all", {"a.txt": "w1 w2 w3 w4"})
     with pytest.raises(UsageError, match="give --tokenizer_dir"):
         TextFiles(folder).connect(None, 4)
     with pytest.raises(UsageError, match=r"--data\.path .*none does not exist"):
         TextFiles(tmp_path / "none").connect(big_tokenizer, 4)
     with pytest.raises(UsageError, match=r"all has no file that matches --data\.pattern '\*\.py'"):
         TextFiles(folder, pattern="*.py").connect(big_tokenizer, 4)
-    with pytest.raises(UsageError, match=r"--data\.path .*all \(1 files\) has 4 training tokens, fewer than the 9"):
-        TextFiles(folder).connect(big_tokenizer, 8)
+    with pytest.raises(UsageError, match=r"--data\.path .*all \(1 files\) has 5 training tokens, fewer than the 9"):
+        TextFiles(folder, folder_of(tmp_path / "val", {"b.txt": "w1 w2"})).connect(big_tokenizer, 8)
     (tmp_path / "empty.txt").write_text("")
     with pytest.raises(UsageError, match=r"--data\.val_path .*empty\.txt \(1 files\) has 0 validation tokens"):
         TextFiles(folder, tmp_path / "empty.txt").connect(big_tokenizer, 4)
