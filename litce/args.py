@@ -58,13 +58,13 @@ class TrainArgs:
     max_steps: int | None = None
     """Optimizer steps"""
     max_time: float | None = None
-    """Seconds to train for; alone, it leaves the learning rate constant after the warm-up"""
+    """Seconds to train for, anew after a resume; alone, it leaves the learning rate constant after the warm-up"""
     max_seq_length: int | None = None
     """Tokens per sequence; null takes the model's longest"""
     max_norm: float | None = None
     """Largest norm of the gradient, larger ones are scaled down; null leaves them as they are"""
     cross_entropy: Literal["auto", "dense", "chunked", "cut"] = "auto"
-    """How the loss is computed: all logits at once, blocks of rows, rows by vocabulary tiles, or the fastest that fits"""
+    """How the loss is computed: all logits at once, by rows, by rows and vocabulary tiles, or the fastest that fits"""
     cross_entropy_chunk_size: int | Literal["auto"] = 128
     """Rows (tokens) of logits alive at once in the loss; 0 computes all at once, auto picks what fits the budget"""
     memory_budget_bytes: int | str = 33_554_432
