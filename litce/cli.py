@@ -1,0 +1,226 @@
+"""`litce COMMAND ...`: a function's signature is its command line."""
+
+import difflib
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from litce import __version__
+from litce.args import UsageError
+
+
+@dataclass(frozen=True)
+class Command:
+    """A function to run, named so that it is imported only when asked for."""
+
+    function: str
+    help: str
+    default_config: str | None = None
+    positional: tuple[str, ...] = ()
+
+
+COMMANDS = {
+    "pretrain": Command("litce.recipes.pretrain:setup", "train a model from scratch", "pretrain/demo"),
+    "generate": Command("litce.generate:setup", "continue a prompt", positional=("checkpoint_dir",)),
+    "bench loss": Command("litce.tools.bench:loss", "measure time and memory of the loss strategies"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command in `argv` (`sys.argv[1:]` when not given).
+
+    Exits with code 2 and one line on the standard error stream for whatever the user has to correct.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        print(overview())
+        return
+    if words[0] == "--version":
+        print(f"litce {__version__}")
+        return
+    try:
+        name, rest = split_command(words)
+    except UsageError as error:
+        _exit("litce", error)
+    try:
+        run(name, rest)
+    except UsageError as error:
+        _exit(f"litce {name}", error)
+
+
+def overview() -> str:
+    """The commands, a line each."""
+    lines = [f"  {name:<12} {command.help}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        ["usage: litce COMMAND [options]", "", *lines, "", "litce COMMAND --help shows the options of a command."]
+    )
+
+
+def split_command(words: list[str]) -> tuple[str, list[str]]:
+    """The command that `words` starts with, and the words after it.
+
+    Raises:
+        UsageError: if there is no such command.
+    """
+    for length in (2, 1):
+        name = " ".join(words[:length])
+        if name in COMMANDS:
+            return name, words[length:]
+    group = [name for name in COMMANDS if name.split()[0] == words[0]]
+    if group:
+        raise UsageError(f"{words[0]!r} needs one more word; choose {', '.join(group)}")
+    raise UsageError(f"unknown command {words[0]!r}; {_suggestion(words[0], list(COMMANDS))}")
+
+
+def run(name: str, words: list[str]) -> None:
+    """Parse the options in `words` and call the function of the command `name`.
+
+    Raises:
+        UsageError: if they cannot be parsed, or the function raises it.
+    """
+    command = COMMANDS[name]
+    module_name, _, function_name = command.function.partition(":")
+    function = getattr(importlib.import_module(module_name), function_name)
+    parser = build_parser(name, function, command.positional)
+    function(**parse(parser, with_config(words, command.default_config)))
+
+
+def build_parser(name: str, function: Callable[..., Any], positional: Sequence[str] = ()) -> Any:
+    """A jsonargparse parser for `function`, with `--config`; it raises instead of exiting."""
+    import jsonargparse
+
+    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser = jsonargparse.ArgumentParser(
+        prog=f"litce {name}",
+        description=(inspect.getdoc(function) or "").split("\n\n")[0],
+        exit_on_error=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", action="config", help="YAML file or hub name, such as pretrain/demo")
+    for argument in positional:
+        parser.add_argument(argument, type=Path, help=_argument_help(function, argument))
+    parser.add_function_arguments(function, skip=set(positional))
+    return parser
+
+
+def parse(parser: Any, words: list[str]) -> dict[str, Any]:
+    """The arguments to call the function with.
+
+    Raises:
+        UsageError: one line that names the flag.
+    """
+    import argparse
+
+    try:
+        parsed = parser.parse_args(words)
+        # Renamed in jsonargparse 4.49.
+        arguments = getattr(parser, "instantiate", None) or parser.instantiate_classes
+        values = vars(arguments(parsed))
+    except UsageError:
+        raise
+    except (argparse.ArgumentError, TypeError, ValueError, KeyError) as error:
+        cause = _usage_error_behind(error)
+        raise UsageError(str(cause) if cause else _one_line(parser, str(error))) from error
+    return {name: value for name, value in values.items() if name != "config"}
+
+
+def with_config(words: list[str], default: str | None) -> list[str]:
+    """`words` with the files that `--config` names put first, so that every other flag overrides them."""
+    rest: list[str] = []
+    configs: list[str] = []
+    remaining = iter(words)
+    for word in remaining:
+        if word == "--config":
+            value = next(remaining, None)
+            if value is None:
+                raise UsageError("--config: give a YAML file or a hub name such as pretrain/demo")
+            configs.append(value)
+        elif word.startswith("--config="):
+            configs.append(word.removeprefix("--config="))
+        else:
+            rest.append(word)
+    if not configs and default is not None:
+        configs = [default]
+    return [part for config in configs for part in ("--config", str(find_config(config)))] + rest
+
+
+def find_config(name: str) -> Path:
+    """The file that `--config name` means: a path, or a name in the hub.
+
+    Raises:
+        UsageError: if it is neither, with the near names.
+    """
+    if Path(name).is_file():
+        return Path(name)
+    hub = hub_dir()
+    found = hub / f"{name.removesuffix('.yaml')}.yaml"
+    if found.is_file() and found.resolve().is_relative_to(hub.resolve()):
+        return found
+    names = sorted(path.relative_to(hub).with_suffix("").as_posix() for path in hub.rglob("*.yaml"))
+    raise UsageError(f"--config {name} is neither a file nor in the hub; {_suggestion(name, names)}")
+
+
+def hub_dir() -> Path:
+    """Folder of the configurations: inside the package where it was installed, beside it in a checkout."""
+    package = Path(__file__).resolve().parent
+    return next((path for path in (package / "config_hub", package.parent / "config_hub") if path.is_dir()), package)
+
+
+def _exit(prog: str, error: UsageError) -> NoReturn:
+    print(f"{prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _usage_error_behind(error: BaseException | None) -> UsageError | None:
+    while error is not None:
+        if isinstance(error, UsageError):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _one_line(parser: Any, message: str) -> str:
+    """jsonargparse's message, which spans lines and names types, as `flag value: what was expected`."""
+    flags = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
+    unknown = re.match(r"unrecognized arguments: (\S+)", message, re.IGNORECASE)
+    if unknown:
+        flag = unknown[1].split("=")[0]
+        return f"unknown option {flag}; {_suggestion(flag, flags, see=f'see {parser.prog} --help')}"
+    nested = re.search(r"NestedArg\(key='([^']*)', val='?(.*?)'?\)", message)
+    key = re.search(r'[Pp]arser key "([^"]+)"', message)
+    if nested and key:
+        return (
+            f"unknown option --{key[1]}.{nested[1]}, or a value it does not take ({nested[2]}); see "
+            f"{parser.prog} --{key[1]}.help CLASS"
+        )
+    value = re.search(r"Given value: (.*)", message)
+    if key and value:
+        action = next((action for action in parser._actions if action.dest == key[1]), None)
+        known = re.search(r"known subclasses: ([\w., ]+)", str(getattr(action, "help", "") or ""))
+        expected = _expected(action, message)
+        del known
+        return f"--{key[1]} {value[1].strip()}: {expected}"
+    return message
+
+
+def _expected(action: Any, message: str) -> str:
+    kinds = [kind for kind in re.findall(r"Expected an? (?:type )?<class '(?:\w+\.)*(\w+)'>", message)]
+    kinds = [{"NoneType": "null", "int": "a whole number", "float": "a number"}.get(kind, kind) for kind in kinds]
+    if not kinds:
+        return " ".join(message.split())
+    return f"expected {' or '.join(dict.fromkeys(kinds))}"
+
+
+def _suggestion(word: str, known: list[str], see: str | None = None) -> str:
+    near = difflib.get_close_matches(word, known, n=3)
+    return f"did you mean {' or '.join(near)}?" if near else see or f"choose {', '.join(known)}"
+
+
+def _argument_help(function: Callable[..., Any], argument: str) -> str:
+    match = re.search(rf"^\s*{argument}: (.*)$", inspect.getdoc(function) or "", re.MULTILINE)
+    return match[1] if match else ""

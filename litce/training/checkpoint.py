@@ -1,0 +1,350 @@
+"""Checkpoint folders: how they are written, found and read.
+
+    lit_model.safetensors   weights; tied tensors once
+    model_config.yaml       the model
+    hyperparameters.yaml    the arguments of the run, usable as `--config`
+    tokenizer files
+    state/progress.json     counters and the position in the data
+    state/optimizer.pt      optimizer, gradient scaler and random number generators of every rank; tensors and numbers
+
+A folder appears under its name only when all of it is on disk. Reading never unpickles code.
+"""
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import yaml
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from litce.args import UsageError
+from litce.config import Config
+from litce.model import GPT
+from litce.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # generating text does not need Lightning
+    from lightning.fabric import Fabric
+
+WEIGHTS = "lit_model.safetensors"
+MODEL_CONFIG = "model_config.yaml"
+HYPERPARAMETERS = "hyperparameters.yaml"
+PROGRESS = "state/progress.json"
+OPTIMIZER = "state/optimizer.pt"
+
+# Names of folders that are being written, or replaced; a leading dot keeps them out of `find_latest`.
+PARTIAL = ".partial"
+REPLACED = ".replaced"
+
+# torch.compile puts this before the names of the modules it wraps.
+COMPILED_PREFIX = "_orig_mod."
+
+
+@dataclass
+class TrainState:
+    """A run between two optimizer steps."""
+
+    model: nn.Module
+    optimizer: Any
+    """Wrapped by Fabric, as the model is."""
+    step: int = 0
+    """Optimizer steps done."""
+    num_tokens: int = 0
+    """Supervised tokens seen, over all ranks."""
+    epoch: int = 0
+    """Passes over the data done."""
+    num_samples: int = 0
+    """Samples of the current epoch that this rank has consumed."""
+
+
+def save_checkpoint(
+    fabric: "Fabric",
+    directory: Path,
+    state: TrainState,
+    *,
+    config: Config,
+    hyperparameters: dict[str, Any],
+    tokenizer: Tokenizer | None,
+) -> None:
+    """Write `directory` from all ranks' state, replacing one of the same name. Every rank has to call this.
+
+    Raises:
+        UsageError: if it cannot be written; older checkpoints are intact.
+    """
+    rng_states = _gather(fabric, _rng_state(fabric.device))
+    failure = None
+    if fabric.is_global_zero:
+        partial = directory.with_name(f".{directory.name}{PARTIAL}")
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            (partial / "state").mkdir(parents=True)
+            save_file(_plain_state_dict(unwrap(state.model)), partial / WEIGHTS)
+            config.save(partial / MODEL_CONFIG)
+            (partial / HYPERPARAMETERS).write_text(yaml.safe_dump(hyperparameters, sort_keys=False), encoding="utf-8")
+            if tokenizer is not None:
+                tokenizer.save(partial)
+            training = {
+                "optimizer": state.optimizer.state_dict(),
+                "precision": fabric.strategy.precision.state_dict(),
+                "rng": rng_states,
+            }
+            torch.save(training, partial / OPTIMIZER)
+            progress = {
+                "step": state.step,
+                "num_tokens": state.num_tokens,
+                "epoch": state.epoch,
+                "num_samples": state.num_samples * fabric.world_size,
+            }
+            (partial / PROGRESS).write_text(json.dumps(progress), encoding="utf-8")
+            _publish(partial, directory)
+        except (OSError, SafetensorError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
+            shutil.rmtree(partial, ignore_errors=True)
+            failure = str(error)
+    failure = fabric.broadcast(failure)
+    if failure is not None:
+        raise UsageError(f"--out_dir {directory.parent}: {directory.name} cannot be written ({failure}); make room")
+
+
+def recover(out_dir: Path) -> None:
+    """Put back what a killed run was replacing, and remove what it was writing."""
+    for folder in out_dir.glob(f".*{REPLACED}"):
+        original = folder.with_name(folder.name[1 : -len(REPLACED)])
+        if original.exists():
+            shutil.rmtree(folder)
+        else:
+            folder.rename(original)
+    for folder in out_dir.glob(f".*{PARTIAL}"):
+        shutil.rmtree(folder)
+
+
+def find_latest(out_dir: Path) -> Path | None:
+    """The complete checkpoint in `out_dir` with the most steps; of two with as many, `final`. None without any."""
+    found = []
+    for folder in _entries(out_dir):
+        if not folder.name.startswith(".") and all((folder / name).is_file() for name in (WEIGHTS, OPTIMIZER)):
+            try:
+                found.append((read_progress(folder)["step"], folder.name == "final", folder.name, folder))
+            except UsageError:  # incomplete: written by something else, or copied halfway
+                continue
+    return max(found)[-1] if found else None
+
+
+def read_progress(directory: Path) -> dict[str, int]:
+    """The counters of a checkpoint: step, num_tokens, epoch, num_samples (of that epoch, over all ranks).
+
+    Raises:
+        UsageError: if they cannot be read.
+    """
+    try:
+        progress = json.loads((directory / PROGRESS).read_text(encoding="utf-8"))
+        return {name: int(progress[name]) for name in ("step", "num_tokens", "epoch", "num_samples")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{directory / PROGRESS} cannot be read ({error!r}); resume from another checkpoint") from error
+
+
+def load_state(fabric: "Fabric", directory: Path, state: TrainState, optimizer_settings: Iterable[str] = ()) -> None:
+    """Continue `state` from a checkpoint: weights, optimizer, counters, position and random number generators.
+
+    The optimizer keeps its own values of `optimizer_settings`, so that a changed setting acts.
+
+    Raises:
+        UsageError: if the folder does not fit the model or the number of ranks.
+    """
+    progress = read_progress(directory)
+    if progress["num_samples"] % fabric.world_size:
+        raise UsageError(
+            f"--resume {directory}: {progress['num_samples']} samples of the epoch are consumed, which "
+            f"{fabric.world_size} devices cannot share; use the number of devices of the run before"
+        )
+    load_weights(unwrap(state.model), directory / WEIGHTS)
+    try:
+        training = torch.load(directory / OPTIMIZER, map_location="cpu", weights_only=True)
+        fresh = [{name: group[name] for name in optimizer_settings} for group in state.optimizer.param_groups]
+        state.optimizer.load_state_dict(training["optimizer"])
+    except Exception as error:  # torch.load raises many kinds for a damaged file
+        raise UsageError(
+            f"--resume {directory}: {OPTIMIZER} does not fit this run's optimizer ({error}); start with "
+            f"--initial_checkpoint_dir {directory} to keep the weights alone"
+        ) from error
+    for group, settings in zip(state.optimizer.param_groups, fresh, strict=True):
+        group.update(settings)
+    fabric.strategy.precision.load_state_dict(training["precision"])
+    state.step, state.num_tokens, state.epoch = progress["step"], progress["num_tokens"], progress["epoch"]
+    state.num_samples = progress["num_samples"] // fabric.world_size
+    if len(training["rng"]) == fabric.world_size:
+        _set_rng_state(training["rng"][fabric.global_rank], fabric.device)
+
+
+def load_model(directory: Path | str) -> GPT:
+    """The model in a checkpoint folder, on the CPU, in the dtype it was saved in, in evaluation mode.
+
+    Raises:
+        UsageError: if the folder is no checkpoint, or weights and configuration do not fit.
+    """
+    directory = Path(directory)
+    for name in (MODEL_CONFIG, WEIGHTS):
+        if not (directory / name).is_file():
+            latest = find_latest(directory)
+            hint = f"did you mean {latest}?" if latest else "give a folder that training wrote"
+            raise UsageError(f"{directory} holds no {name}; {hint}")
+    config = Config.from_file(directory / MODEL_CONFIG)
+    with torch.device("meta"):
+        model = GPT(config)
+    load_weights(model, directory / WEIGHTS, assign=True)
+    return model.eval()
+
+
+def load_weights(model: nn.Module, path: Path, assign: bool = False) -> None:
+    """Fill `model` from a safetensors file, which must hold exactly its tensors. `assign` takes the file's dtypes.
+
+    Raises:
+        UsageError: if the file cannot be read, or keys or shapes differ, naming them.
+    """
+    try:
+        tensors = _strip_compiled(load_file(path))
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"{path} cannot be read as weights ({error}); use another checkpoint") from error
+    try:
+        # Not strict, so that the complete lists of keys come back; they are checked below.
+        missing, unexpected = unwrap(model).load_state_dict(tensors, strict=False, assign=assign)
+    except RuntimeError as error:
+        raise UsageError(f"{path} does not fit the model: {' '.join(str(error).split())}") from error
+    problems = [f"{kind} {_listed(keys)}" for kind, keys in (("missing", missing), ("unexpected", unexpected)) if keys]
+    if problems:
+        raise UsageError(f"{path} does not fit the model: {'; '.join(problems)}; check --model_name and --model_config")
+
+
+def resolve_resume(resume: bool | str | Path, out_dir: Path) -> Path | None:
+    """The checkpoint to continue from: none for False, the newest in `out_dir` for True and "auto", or that of a path.
+
+    A folder of a run stands for its newest checkpoint. A run that does not continue what is in `out_dir` has to find
+    it empty, so that no folder mixes two runs; logs alone do not count.
+
+    Raises:
+        UsageError: if there is no such checkpoint (except with "auto"), or `out_dir` holds another run.
+    """
+    source = Path(resume) if isinstance(resume, (str, Path)) and resume != "auto" else out_dir
+    checkpoint = None
+    if resume is not False:
+        recover(source)
+        checkpoint = source if (source / PROGRESS).is_file() else find_latest(source)
+        if checkpoint is None and resume != "auto":
+            raise UsageError(
+                f"--resume {str(resume).lower() if resume is True else resume}: no checkpoint in {source}; "
+                "start a new run without --resume, or with --resume auto"
+            )
+    continues = checkpoint is not None and checkpoint.resolve().parent == out_dir.resolve()
+    if not continues and any(not path.name.startswith(".") and path.name != "logs" for path in _entries(out_dir)):
+        raise UsageError(
+            f"--out_dir {out_dir} is not empty; continue its run with --resume auto, or give another --out_dir"
+        )
+    return checkpoint
+
+
+def require_same_model(directory: Path, config: Config) -> None:
+    """Refuse to resume a checkpoint of another model.
+
+    Raises:
+        UsageError: naming every field that differs.
+    """
+    saved, current = asdict(Config.from_file(directory / MODEL_CONFIG)), asdict(config)
+    differences = [
+        f"{key} is {saved[key]} there and {current[key]} here"
+        for key in current
+        if key != "name" and saved[key] != current[key]
+    ]
+    if differences:
+        raise UsageError(f"--resume {directory} holds another model: {', '.join(differences)}; give another --out_dir")
+
+
+def _entries(directory: Path) -> list[Path]:
+    return list(directory.iterdir()) if directory.is_dir() else []
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module inside Fabric's, DDP's and torch.compile's wrappers."""
+    while True:
+        if isinstance(model, torch._dynamo.OptimizedModule):
+            model = model._orig_mod
+        elif type(model).__name__ in ("_FabricModule", "DistributedDataParallel"):
+            model = model.module  # type: ignore[assignment]
+        else:
+            return model
+
+
+def _plain_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    # A tensor that shares its storage under a second name is restored by the module that ties it.
+    seen: set[int] = set()
+    tensors = {}
+    for name, tensor in _strip_compiled(model.state_dict()).items():
+        if tensor.data_ptr() not in seen or tensor.numel() == 0:
+            seen.add(tensor.data_ptr())
+            tensors[name] = tensor.contiguous()
+    return tensors
+
+
+def _strip_compiled(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.replace(COMPILED_PREFIX, ""): tensor for name, tensor in state_dict.items()}
+
+
+def _publish(partial: Path, directory: Path) -> None:
+    """Make `partial` appear as `directory`, after all of it has reached the disk."""
+    for path in [*partial.rglob("*"), partial]:
+        _fsync(path)
+    replaced = directory.with_name(f".{directory.name}{REPLACED}")
+    if directory.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        directory.rename(replaced)
+    partial.rename(directory)
+    _fsync(directory.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _fsync(path: Path) -> None:
+    if path.is_dir() and os.name == "nt":  # Windows opens no directories
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _rng_state(device: torch.device) -> dict[str, Any]:
+    numpy_state: Any = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": (numpy_state[0], torch.from_numpy(numpy_state[1].astype(np.int64)), *numpy_state[2:]),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+    }
+
+
+def _set_rng_state(state: dict[str, Any], device: torch.device) -> None:
+    random.setstate(state["python"])
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def _gather(fabric: "Fabric", value: Any) -> list[Any]:
+    if fabric.world_size == 1:
+        return [value]
+    values: list[Any] = [None] * fabric.world_size
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def _listed(keys: list[str], most: int = 8) -> str:
+    more = f" and {len(keys) - most} more" if len(keys) > most else ""
+    return ", ".join(keys[:most]) + more
