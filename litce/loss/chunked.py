@@ -39,7 +39,7 @@ def chunked_loss_and_grads(
     buffer = torch.empty(vocab_size * min(chunk_size, len(rows)), dtype=dtype, device=device)
 
     for block in rows.blocks(chunk_size):
-        x, target = rows.hidden(block, projection.dtype), rows.target[block]
+        x, target = projection.operand(rows.hidden(block)), rows.target[block]
         logits = projection.logits_(buffer[: vocab_size * len(target)].view(vocab_size, -1), x, 0)
         row_max = block_max(logits)
         target_logit = torch.full_like(row_max, torch.nan)

@@ -35,7 +35,7 @@ def cut_row_losses(
     buffer = _tile_buffer(rows, vocab_size, block_rows, vocab_tile, dtype)
 
     for block in rows.blocks(block_rows):
-        x, target = rows.hidden(block, projection.dtype), rows.target[block]
+        x, target = projection.operand(rows.hidden(block)), rows.target[block]
         row_max = torch.full((len(target),), torch.finfo(dtype).min, dtype=dtype, device=device)
         exp_sum, target_logit = torch.zeros_like(row_max), torch.full_like(row_max, torch.nan)
         weighted = torch.zeros((len(target), n_embd), dtype=dtype, device=device) if need_input else None
@@ -92,7 +92,7 @@ def cut_weight_grads(
             if len(rows) == 0:
                 tile_grad.zero_()
         for block in rows.blocks(block_rows):
-            x, target = rows.hidden(block, projection.dtype), rows.target[block]
+            x, target = projection.operand(rows.hidden(block)), rows.target[block]
             logits = projection.logits_(_tile(buffer, start, vocab_size, vocab_tile, len(target)), x, start)
             exp_(logits.sub_(row_maxima[block]))
             subtract_target_(logits, target, start, exp_sums[block])

@@ -95,8 +95,8 @@ def run_plan(
 ) -> Tensor:
     """Return the loss by a plan made before; arguments and errors as `linear_cross_entropy`."""
     _check(input, weight, target, bias, ignore_index, reduction)
-    input = input.to(weight.dtype)
     if plan.strategy == "dense":
+        input = input.to(weight.dtype)
         return _reduce(dense_losses(input, weight, bias, target, ignore_index), target, ignore_index, reduction)
     if not torch.is_grad_enabled():
         input, weight, bias = input.detach(), weight.detach(), None if bias is None else bias.detach()

@@ -7,6 +7,8 @@ from typing import Literal
 
 import torch
 
+from litce.loss.projection import CAST_TILE_BYTES
+
 DEFAULT_BUDGET_BYTES = 32 * 2**20
 
 StrategyName = Literal["dense", "chunked", "cut"]
@@ -128,9 +130,8 @@ class _Shape:
     @property
     def fixed_bytes(self) -> int:
         """Row statistics, and the widened tile of a 16-bit weight."""
-        from litce.loss.projection import CAST_TILE_BYTES
-
-        return 8 * self.rows * self.item + (CAST_TILE_BYTES if self.dtype.itemsize < 4 else 0)
+        widened_tile = min(CAST_TILE_BYTES, self.vocab_size * self.n_embd * self.item)
+        return 8 * self.rows * self.item + (widened_tile if self.dtype.itemsize < 4 else 0)
 
     def dense(self) -> CrossEntropyPlan:
         # Logits, log-probabilities and their gradient; a 16-bit GEMM adds its own copy of the first and the last.
@@ -139,12 +140,14 @@ class _Shape:
 
     def chunked(self, budget: int, rows: int | None = None) -> CrossEntropyPlan:
         per_row = self.vocab_size * self.item + 2 * self.n_embd * self.item
-        widened = self.vocab_size * self.n_embd * self.item if self._widens_weight_grad else 0
-        fixed = self.fixed_bytes + widened
+        # A 16-bit weight's gradient is summed in a (V, D) fp32 buffer, which is alive with the blocks in the forward
+        # pass, before the gradient exists, and with the gradient in the backward pass.
+        summed = self.vocab_size * self.n_embd * self.item if self._widens_weight_grad else 0
+        fixed = self.fixed_bytes + summed - (summed // self.item * self.dtype.itemsize)
         if rows is None:
             rows = _round_down(min(MAX_CHUNKED_ROWS, (budget - fixed) // per_row))
             rows = min(rows, self.rows)
-        return CrossEntropyPlan("chunked", rows, self.vocab_size, rows * per_row + fixed)
+        return CrossEntropyPlan("chunked", rows, self.vocab_size, max(summed, rows * per_row + fixed))
 
     def cut(self, budget: int, rows: int | None = None) -> CrossEntropyPlan:
         rows = rows or min(CUT_ROWS, self.rows)

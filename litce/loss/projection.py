@@ -10,6 +10,9 @@ from torch import Tensor
 
 # A 16-bit weight is widened tile by tile; 4 MiB stays in the caches while the GEMM reads it.
 CAST_TILE_BYTES = 4 * 2**20
+# One row makes a GEMM a matrix-vector product, which BLAS sums over the vocabulary in one running fp32 sum: at
+# V = 152k its error is 50 times a GEMM's. Partial sums over tiles of this many columns keep it at a GEMM's.
+VECTOR_TILE = 512
 
 
 def operand_dtype(weight: Tensor) -> torch.dtype:
@@ -46,9 +49,13 @@ class Projection:
         """Logits, sums and gradient accumulators are fp32 (fp64 for fp64 weights)."""
         return torch.promote_types(self.dtype, torch.float32)
 
+    def operand(self, x: Tensor) -> Tensor:
+        """Return hidden states in the operands' dtype, rounded to the weight's on the way as a dense head's are."""
+        return x.to(self.weight.dtype).to(self.dtype)
+
     def logits_(self, block: Tensor, x: Tensor, start: int) -> Tensor:
         """Write `weight[start:start + v] @ x.T + bias` to `block` (v, rows); `x` is (rows, D) in `self.dtype`."""
-        for a, b in self._tiles(start, start + block.shape[0]):
+        for a, b in self._tiles(start, *block.shape):
             _matmul_(block[a - start : b - start], self._weight_tile(a, b), x.t(), accumulate=False)
         if self.bias is not None:
             block.add_(self.bias[start : start + block.shape[0], None])
@@ -56,7 +63,7 @@ class Projection:
 
     def input_grad_(self, grad: Tensor, block: Tensor, start: int, *, accumulate: bool) -> None:
         """Write or add `block.T @ weight[start:start + v]` to `grad` (rows, D); `block` is (v, rows)."""
-        for a, b in self._tiles(start, start + block.shape[0]):
+        for a, b in self._tiles(start, *block.shape):
             columns = block[a - start : b - start].to(self.dtype)
             _matmul_(grad, columns.t(), self._weight_tile(a, b), accumulate=accumulate or a > start)
 
@@ -67,17 +74,19 @@ class Projection:
     def _weight_tile(self, start: int, stop: int) -> Tensor:
         return self.weight[start:stop].to(self.dtype)
 
-    def _tiles(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        step = stop - start
-        if self.weight.dtype != self.dtype:
+    def _tiles(self, start: int, num_columns: int, num_rows: int) -> Iterator[tuple[int, int]]:
+        step = num_columns
+        if num_rows == 1:
+            step = VECTOR_TILE
+        elif self.weight.dtype != self.dtype:
             step = max(1, CAST_TILE_BYTES // (self.weight.shape[1] * self.dtype.itemsize))
-        for a in range(start, stop, max(1, step)):
-            yield a, min(a + step, stop)
+        for a in range(start, start + num_columns, step):
+            yield a, min(a + step, start + num_columns)
 
 
 def _matmul_(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool) -> None:
     """`out = a @ b` or `out += a @ b`, where `out` may be wider than the operands."""
-    if out.dtype != a.dtype:
+    if out.dtype != a.dtype or (accumulate and out.shape[0] == 1):  # see VECTOR_TILE
         product = a @ b
         out.add_(product) if accumulate else out.copy_(product)
     elif accumulate:

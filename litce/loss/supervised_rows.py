@@ -40,15 +40,15 @@ class SupervisedRows:
         for start in range(0, len(self), rows):
             yield slice(start, min(start + rows, len(self)))
 
-    def hidden(self, block: slice, dtype: torch.dtype) -> Tensor:
-        """Return the hidden states (rows, D) of a block in `dtype`; a view where nothing has to be copied."""
+    def hidden(self, block: slice) -> Tensor:
+        """Return the hidden states (rows, D) of a block; a view where nothing has to be gathered."""
         if self.index is None:
             assert self._flat is not None
-            return self._flat[block].to(dtype)
+            return self._flat[block]
         index = self.index[block]
         if self._flat is not None:
-            return self._flat.index_select(0, index).to(dtype)
-        return self.input[torch.unravel_index(index, self.input.shape[:-1])].to(dtype)
+            return self._flat.index_select(0, index)
+        return self.input[torch.unravel_index(index, self.input.shape[:-1])]
 
     def new_grad(self, dtype: torch.dtype) -> Tensor:
         """Return a gradient buffer (all rows, D): zeros where rows are dropped, uninitialised elsewhere."""

@@ -1,0 +1,143 @@
+"""`litce bench loss`: time and peak memory of the loss against dense, its usual remedies and the bare GEMMs."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Literal
+
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from litce.args import UsageError, parse_bytes
+from litce.tools.bench_worker import CONTENDERS
+
+DEFAULT_SHAPES = ("2048x512x65536", "4096x768x50257", "2048x896x151936")
+
+
+def loss(
+    shapes: list[str] | None = None,
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32",
+    contenders: list[str] | None = None,
+    rounds: int = 3,
+    repeats: int = 1,
+    memory_budget_bytes: int | str = "32MiB",
+    json: Path | None = None,
+) -> None:
+    """Measure a forward and backward pass of the loss and print a table per shape.
+
+    Each contender runs in a process of its own, the contenders in turn within a round. A ratio is the median over the
+    rounds of seconds / dense's seconds of the same round. The peak is resident memory above the inputs during the first
+    pass; "above gradients" leaves out the gradients themselves.
+
+    Args:
+        shapes: hidden states (N, D) and weight (V, D) as NxDxV; default: the three of the README.
+        dtype: of hidden states and weight.
+        contenders: subset of dense, logits_chunked, rows_checkpoint, vocab_checkpoint, torch, gemms, litce.
+        rounds: how often the contenders take turns.
+        repeats: timed passes per process, the best of which counts.
+        memory_budget_bytes: litce's budget, e.g. 33554432, 32MiB or 192MiB.
+        json: write the rows to this file too.
+    """
+    parsed = [_parse_shape(s) for s in shapes or DEFAULT_SHAPES]
+    names = _check_contenders(contenders)
+    budget = parse_bytes(memory_budget_bytes)
+    for name, value in (("rounds", rounds), ("repeats", repeats)):
+        if value < 1:
+            raise UsageError(f"--{name} {value}: give at least 1")
+    if json is not None and not json.parent.is_dir():
+        raise UsageError(f"--json {json}: the folder {json.parent} does not exist")
+    rows = []
+    for shape in parsed:
+        runs = _run_rounds(shape, dtype, names, budget, rounds, repeats)
+        rows += [_summarise(shape, dtype, name, runs) for name in names]
+        _print_table(rows[-len(names) :], budget, rounds)
+        if json is not None:
+            _write_json(json, rows)
+
+
+def _run_rounds(
+    shape: tuple[int, int, int], dtype: str, names: list[str], budget: int, rounds: int, repeats: int
+) -> dict[str, list[dict[str, float]]]:
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("", total=rounds * len(names))
+        for _ in range(rounds):
+            for name in names:
+                progress.update(task, description=f"{'x'.join(map(str, shape))} {name}")
+                runs[name].append(_run_worker(name, shape, dtype, budget, repeats))
+                progress.advance(task)
+    return runs
+
+
+def _run_worker(name: str, shape: tuple[int, int, int], dtype: str, budget: int, repeats: int) -> dict[str, float]:
+    arguments = {"contender": name, "shape": shape, "dtype": dtype, "budget": budget, "repeats": repeats}
+    command = [sys.executable, "-m", "litce.tools.bench_worker", json.dumps(arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
+    if done.returncode != 0:
+        reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}: out of memory?"])[-1]
+        raise RuntimeError(f"contender {name} failed at {'x'.join(map(str, shape))}: {reason}")
+    return json.loads(done.stdout)
+
+
+def _summarise(
+    shape: tuple[int, int, int], dtype: str, name: str, runs: dict[str, list[dict[str, float]]]
+) -> dict[str, object]:
+    own = runs[name]
+    ratio = None
+    if "dense" in runs:
+        ratio = statistics.median(r["seconds"] / d["seconds"] for r, d in zip(own, runs["dense"], strict=True))
+    return {
+        "shape": list(shape),
+        "dtype": dtype,
+        "contender": name,
+        "seconds": statistics.median(r["seconds"] for r in own),
+        "ratio_to_dense": ratio,
+        "peak_bytes": max(int(r["peak_bytes"]) for r in own),
+        "grad_bytes": int(own[0]["grad_bytes"]),
+    }
+
+
+def _print_table(rows: list[dict], budget: int, rounds: int) -> None:
+    shape = " x ".join(map(str, rows[0]["shape"]))
+    title = f"N x D x V = {shape}, {rows[0]['dtype']}, budget {budget / 2**20:.0f} MiB, {rounds} rounds"
+    table = Table(title=title, title_justify="left")
+    for column in ("contender", "seconds", "time / dense", "peak MB above inputs", "peak MB above gradients"):
+        table.add_column(column, justify="left" if column == "contender" else "right")
+    for row in rows:
+        ratio = "" if row["ratio_to_dense"] is None else f"{row['ratio_to_dense']:.2f}"
+        above = (row["peak_bytes"] - row["grad_bytes"]) / 1e6
+        table.add_row(
+            row["contender"], f"{row['seconds']:.2f}", ratio, f"{row['peak_bytes'] / 1e6:.0f}", f"{above:.0f}"
+        )
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+
+
+def _write_json(path: Path, rows: list[dict]) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(rows, indent=2) + "\n")
+    temporary.replace(path)
+
+
+def _parse_shape(text: str) -> tuple[int, int, int]:
+    parts = text.split("x")
+    if len(parts) != 3 or not all(p.isdigit() and int(p) > 0 for p in parts):
+        raise UsageError(f"--shapes {text}: give NxDxV with three positive numbers, e.g. {DEFAULT_SHAPES[0]}")
+    num_rows, n_embd, vocab_size = map(int, parts)
+    return num_rows, n_embd, vocab_size
+
+
+def _check_contenders(names: list[str] | None) -> list[str]:
+    known = [n for n in CONTENDERS if n != "torch" or hasattr(F, "linear_cross_entropy")]
+    if names is None:
+        return known
+    for name in names:
+        if name not in known:
+            raise UsageError(f"--contenders {name}: not one of {', '.join(known)}")
+    return list(dict.fromkeys(names))

@@ -1,0 +1,108 @@
+"""Peak memory of the loss: counted on the CPU, from the allocator on a GPU."""
+
+import pytest
+import torch
+
+from litce.loss import linear_cross_entropy, plan_cross_entropy
+from litce.loss.plan import DEFAULT_BUDGET_BYTES
+from tests.loss.memory import peak_new_bytes
+from tests.loss.oracle import make_case
+
+SLACK = 2**20  # the budget's own slack is 16 MB, for what counting storages does not see
+MIB = 2**20
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def extra_bytes(case, frozen=(), **options) -> int:
+    """Return the peak of a forward and backward pass above inputs and gradients."""
+    leaves = case.leaves(frozen)
+
+    def forward_backward():
+        linear_cross_entropy(leaves["input"], leaves["weight"], case.target, **options).backward()
+
+    peak = peak_new_bytes(forward_backward, *leaves.values(), case.target)
+    return peak - sum(v.grad.nbytes for v in leaves.values() if v.grad is not None)
+
+
+@pytest.mark.parametrize("vocab_size", [8192, 32768, 50257, 151936])
+@pytest.mark.parametrize("frozen", [(), ("weight",)], ids=["trained", "frozen"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("budget", [4 * MIB, 32 * MIB])
+def test_auto_stays_within_the_budget(budget, dtype, frozen, vocab_size):
+    case = make_case(600, vocab_size, n_embd=32, dtype=dtype)
+    assert extra_bytes(case, frozen, memory_budget_bytes=budget) <= budget + SLACK
+
+
+@pytest.mark.parametrize("strategy", ["chunked", "cut"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("frozen", [(), ("weight",)], ids=["trained", "frozen"])
+@pytest.mark.parametrize("chunk_size", [64, "auto"])
+def test_peak_is_what_the_plan_predicts(strategy, dtype, frozen, chunk_size):
+    case = make_case(1024, 20011, n_embd=256, dtype=dtype)
+    options = {"strategy": strategy, "chunk_size": chunk_size, "memory_budget_bytes": 32 * MIB}
+    plan = plan_cross_entropy(1024, 20011, 256, dtype=dtype, weight_requires_grad=not frozen, **options)
+    assert extra_bytes(case, frozen, **options) == pytest.approx(plan.peak_bytes, rel=0.15)
+
+
+def test_dense_holds_copies_of_the_logits():
+    case = make_case(256, 8192)
+    assert extra_bytes(case, strategy="dense") > 2 * 256 * 8192 * 4
+
+
+@pytest.mark.parametrize("strategy", ["chunked", "cut"])
+def test_strided_and_masked_inputs_are_not_copied_whole(strategy):
+    hidden = torch.randn(2, 513, 1024)
+    weight, target = torch.randn(64, 1024), torch.randint(64, (2, 512))
+    target[:, ::5] = -100
+    x = hidden[:, :-1].detach().requires_grad_()
+
+    def forward_backward():
+        linear_cross_entropy(x, weight, target, strategy=strategy, chunk_size=32).backward()
+
+    extra = peak_new_bytes(forward_backward, hidden, weight, target) - x.grad.nbytes
+    assert extra < x.nbytes / 4
+
+
+@pytest.mark.parametrize("strategy", ["chunked", "cut"])
+def test_frozen_head_and_no_grad_hold_no_gradient_buffers(strategy):
+    case = make_case(128, 50257, n_embd=64)
+    assert extra_bytes(case, ("weight",), strategy=strategy, chunk_size=8) < case.weight.nbytes / 2
+
+    def validate():
+        with torch.no_grad():
+            linear_cross_entropy(case.input, case.weight, case.target, strategy=strategy, chunk_size=8)
+
+    assert peak_new_bytes(validate, case.input, case.weight, case.target) < case.weight.nbytes / 2
+
+
+def _gpu_peak(chunk_size: int | str) -> tuple[int, int, int]:
+    """Return peak bytes above inputs and gradients: dense, ours, predicted."""
+    num_rows, n_embd, vocab_size = 4096, 1024, 65536
+    peaks = []
+    for size in (0, chunk_size):
+        x = torch.randn(num_rows, n_embd, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.randn(vocab_size, n_embd, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        target = torch.randint(vocab_size, (num_rows,), device="cuda")
+        torch.cuda.synchronize()
+        base = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        linear_cross_entropy(x, weight, target, chunk_size=size).backward()
+        peaks.append(torch.cuda.max_memory_allocated() - base - x.grad.nbytes - weight.grad.nbytes)
+    plan = plan_cross_entropy(num_rows, vocab_size, n_embd, dtype=torch.bfloat16, device="cuda", chunk_size=chunk_size)
+    return peaks[0], peaks[1], plan.peak_bytes
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_gpu_peak_memory_manual_chunk_size():
+    dense, ours, predicted = _gpu_peak(128)
+    assert ours < dense / 3
+    assert ours < 1.3 * predicted
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_gpu_peak_memory_auto_chunk_size():
+    dense, ours, _ = _gpu_peak("auto")
+    assert ours < dense / 3
+    assert ours <= DEFAULT_BUDGET_BYTES + 16 * 10**6
