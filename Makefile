@@ -1,0 +1,36 @@
+# make demo: set up and run the main job. make test: set up and run every check that CI runs.
+PYTHON ?= python3
+BIN := .venv/bin
+.DEFAULT_GOAL := help
+
+.PHONY: help setup demo test test-slow format
+
+help:
+	@echo "make demo       set up .venv and run the main job: litce pretrain"
+	@echo "make test       set up .venv and run every check that CI runs"
+	@echo "make test-slow  the tests that take minutes"
+	@echo "make setup      set up .venv alone"
+	@echo "make format     format the code and fix what the linter can"
+
+setup: .venv/installed
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[test]'
+	touch $@
+
+demo: setup
+	$(BIN)/litce pretrain
+
+test: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+test-slow: setup
+	$(BIN)/python -m pytest -m slow
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
