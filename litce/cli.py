@@ -1,6 +1,5 @@
 """`litce COMMAND ...`: a function's signature is its command line."""
 
-import difflib
 import importlib
 import inspect
 import re
@@ -12,6 +11,7 @@ from typing import Any, NoReturn
 
 from litce import __version__
 from litce.args import UsageError
+from litce.cli_messages import explain, suggest
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def split_command(words: list[str]) -> tuple[str, list[str]]:
     group = [name for name in COMMANDS if name.split()[0] == words[0]]
     if group:
         raise UsageError(f"{words[0]!r} needs one more word; choose {', '.join(group)}")
-    raise UsageError(f"unknown command {words[0]!r}; {_suggestion(words[0], list(COMMANDS))}")
+    raise UsageError(f"unknown command {words[0]!r}; {suggest(words[0], list(COMMANDS))}")
 
 
 def run(name: str, words: list[str]) -> None:
@@ -125,7 +125,7 @@ def parse(parser: Any, words: list[str]) -> dict[str, Any]:
         raise
     except (argparse.ArgumentError, TypeError, ValueError, KeyError) as error:
         cause = _usage_error_behind(error)
-        raise UsageError(str(cause) if cause else _one_line(parser, str(error))) from error
+        raise UsageError(str(cause) if cause else explain(parser, str(error))) from error
     return {name: value for name, value in values.items() if name != "config"}
 
 
@@ -162,7 +162,7 @@ def find_config(name: str) -> Path:
     if found.is_file() and found.resolve().is_relative_to(hub.resolve()):
         return found
     names = sorted(path.relative_to(hub).with_suffix("").as_posix() for path in hub.rglob("*.yaml"))
-    raise UsageError(f"--config {name} is neither a file nor in the hub; {_suggestion(name, names)}")
+    raise UsageError(f"--config {name} is neither a file nor in the hub; {suggest(name, names)}")
 
 
 def hub_dir() -> Path:
@@ -182,43 +182,6 @@ def _usage_error_behind(error: BaseException | None) -> UsageError | None:
             return error
         error = error.__cause__ or error.__context__
     return None
-
-
-def _one_line(parser: Any, message: str) -> str:
-    """jsonargparse's message, which spans lines and names types, as `flag value: what was expected`."""
-    flags = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
-    unknown = re.match(r"unrecognized arguments: (\S+)", message, re.IGNORECASE)
-    if unknown:
-        flag = unknown[1].split("=")[0]
-        return f"unknown option {flag}; {_suggestion(flag, flags, see=f'see {parser.prog} --help')}"
-    nested = re.search(r"NestedArg\(key='([^']*)', val='?(.*?)'?\)", message)
-    key = re.search(r'[Pp]arser key "([^"]+)"', message)
-    if nested and key:
-        return (
-            f"unknown option --{key[1]}.{nested[1]}, or a value it does not take ({nested[2]}); see "
-            f"{parser.prog} --{key[1]}.help CLASS"
-        )
-    value = re.search(r"Given value: (.*)", message)
-    if key and value:
-        action = next((action for action in parser._actions if action.dest == key[1]), None)
-        known = re.search(r"known subclasses: ([\w., ]+)", str(getattr(action, "help", "") or ""))
-        expected = _expected(action, message)
-        del known
-        return f"--{key[1]} {value[1].strip()}: {expected}"
-    return message
-
-
-def _expected(action: Any, message: str) -> str:
-    kinds = [kind for kind in re.findall(r"Expected an? (?:type )?<class '(?:\w+\.)*(\w+)'>", message)]
-    kinds = [{"NoneType": "null", "int": "a whole number", "float": "a number"}.get(kind, kind) for kind in kinds]
-    if not kinds:
-        return " ".join(message.split())
-    return f"expected {' or '.join(dict.fromkeys(kinds))}"
-
-
-def _suggestion(word: str, known: list[str], see: str | None = None) -> str:
-    near = difflib.get_close_matches(word, known, n=3)
-    return f"did you mean {' or '.join(near)}?" if near else see or f"choose {', '.join(known)}"
 
 
 def _argument_help(function: Callable[..., Any], argument: str) -> str:

@@ -141,7 +141,15 @@ def setup(
 
     try:
         fit(
-            fabric, state, train_loader, val_loader, train, eval, learning_rate=learning_rate, save=save, metrics=metrics
+            fabric,
+            state,
+            train_loader,
+            val_loader,
+            train,
+            eval,
+            learning_rate=learning_rate,
+            save=save,
+            metrics=metrics,
         )
     finally:
         metrics.close()

@@ -147,7 +147,9 @@ def read_progress(directory: Path) -> dict[str, int]:
         progress = json.loads((directory / PROGRESS).read_text(encoding="utf-8"))
         return {name: int(progress[name]) for name in ("step", "num_tokens", "epoch", "num_samples")}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{directory / PROGRESS} cannot be read ({error!r}); resume from another checkpoint") from error
+        raise UsageError(
+            f"{directory / PROGRESS} cannot be read ({error!r}); resume from another checkpoint"
+        ) from error
 
 
 def load_state(fabric: "Fabric", directory: Path, state: TrainState, optimizer_settings: Iterable[str] = ()) -> None:

@@ -208,6 +208,8 @@ def _require_finite(value: float, name: str, step: int, lr: float) -> None:
 
 def _require_finite_weights(state: TrainState) -> None:
     # A finite loss says nothing about the update that followed it.
-    norms = torch.stack([torch.linalg.vector_norm(parameter.detach(), dtype=torch.float32) for parameter in state.model.parameters()])
+    norms = torch.stack(
+        [torch.linalg.vector_norm(parameter.detach(), dtype=torch.float32) for parameter in state.model.parameters()]
+    )
     lr = state.optimizer.param_groups[0]["lr"]
     _require_finite(float(norms.sum()), "sum of the weights' norms", state.step, lr)
