@@ -52,9 +52,10 @@ COMPILED_PREFIX = "_orig_mod."
 class TrainState:
     """A run between two optimizer steps."""
 
-    model: nn.Module
+    model: Any
+    """Wrapped by Fabric."""
     optimizer: Any
-    """Wrapped by Fabric, as the model is."""
+    """Wrapped by Fabric."""
     step: int = 0
     """Optimizer steps done."""
     num_tokens: int = 0

@@ -86,7 +86,7 @@ def fit(
                 done = total(metrics.stopwatch.elapsed >= train.max_time) > 0 or done
 
             if done or state.step % train.log_interval == 0:
-                loss = float(fabric.all_reduce(loss_sum, reduce_op="sum")) / max(1, num_tokens)
+                loss = float(_device_sum(fabric, loss_sum)) / max(1, num_tokens)
                 _require_finite(loss, "loss", state.step, lr)
                 metrics.train(step=state.step, num_tokens=state.num_tokens, loss=loss, lr=lr)
             if done:
@@ -117,7 +117,7 @@ def validate(fabric: Fabric, model: nn.Module, loader: DataLoader[Sample], max_i
         sums[0] += model(batch["input_ids"], batch["targets"])
         sums[1] += (batch["targets"] != IGNORE_INDEX).sum()
     model.train(was_training)
-    loss_sum, num_tokens = fabric.all_reduce(sums, reduce_op="sum").tolist()
+    loss_sum, num_tokens = _device_sum(fabric, sums).tolist()
     return loss_sum / num_tokens if num_tokens else math.nan
 
 
@@ -182,6 +182,13 @@ def _groups(loader: DataLoader[Sample], size: int) -> Iterator[list[Sample]]:
     batches = iter(loader)
     while group := list(islice(batches, size)):
         yield group
+
+
+def _device_sum(fabric: Fabric, value: Tensor) -> Tensor:
+    """`value` added up over the ranks, on the device."""
+    total = fabric.all_reduce(value, reduce_op="sum")
+    assert isinstance(total, Tensor)
+    return total
 
 
 def _host_sum(fabric: Fabric) -> Callable[[int], int]:

@@ -57,7 +57,7 @@ def resolve_optimizer(spec: str | dict[str, Any]) -> OptimizerSpec:
     Raises:
         UsageError: if the class cannot be found or refuses the arguments.
     """
-    given = {"class_path": spec} if isinstance(spec, str) else dict(spec)
+    given: dict[str, Any] = {"class_path": spec} if isinstance(spec, str) else dict(spec)
     class_path = given.pop("class_path", "AdamW")
     init_args = {**(given.pop("init_args", None) or {}), **given}
     cls = _find_class(class_path)
@@ -87,7 +87,7 @@ def _find_class(class_path: str) -> type[Optimizer]:
 
 @dataclass(frozen=True)
 class LearningRate:
-    """Linear warm-up to `peak`, then a cosine down to `minimum` (Loshchilov and Hutter 2017), as a function of the step.
+    """Linear warm-up to `peak`, then a cosine down to `minimum` (Loshchilov and Hutter 2017), by the step.
 
     `total_steps` None keeps the peak after the warm-up: the length of a run that only time limits is not known.
     """
