@@ -107,7 +107,7 @@ class LearningRate:
             )
         if self.total_steps is not None and self.warmup_steps >= self.total_steps:
             raise UsageError(
-                f"--train.lr_warmup_steps {self.warmup_steps} is not below the {self.total_steps} steps of the run; "
+                f"--train.lr_warmup_steps {self.warmup_steps} is not below the run's number of steps, {self.total_steps}; "
                 f"lower it to at most {self.total_steps - 1} or train for longer"
             )
 

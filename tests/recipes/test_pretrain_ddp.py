@@ -1,0 +1,74 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from litce.args import EvalArgs, UsageError
+from litce.training.metrics import Summary
+from tests.gloo import run_ranks
+from tests.tiny import Numbers, assert_equal_weights, logged, pretrain, train_args, weights
+
+# 13 samples do not divide by 2 ranks, nor by the batch of 4. With "odd" half of the micro-batches of one sample have
+# no token: on one rank, or on both.
+CASES: dict[str, dict[str, Any]] = {
+    "uneven": {"data": Numbers(13, num_val_samples=3), "train": {"micro_batch_size": 1, "max_norm": 0.1}},
+    "odd": {"data": Numbers(13, masking="odd"), "train": {"micro_batch_size": 1, "global_batch_size": 2}},
+    "all": {"data": Numbers(5, masking="all"), "train": {"micro_batch_size": 2}},
+}
+
+
+def run_case(out_dir: Path, name: str, **changes: Any) -> Summary:
+    case = CASES[name]
+    args = train_args(**{"max_steps": None, "epochs": 2, "save_interval": 3, **case["train"]})
+    return pretrain(out_dir, case["data"], train=args, eval=EvalArgs(interval=2, max_iters=2), **changes)
+
+
+def run_all(root: Path) -> dict[str, Any]:
+    results: dict[str, Any] = {name: run_case(root / name, name) for name in CASES}
+    results["resumed"] = run_case(root / "resumed", "uneven", resume=root / "uneven/step-00000003")
+    try:
+        run_case(root / "uneven", "uneven")
+    except UsageError as error:
+        results["error"] = str(error)
+    return results
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    root = tmp_path_factory.mktemp("ddp")
+    return root, run_ranks(run_all, root)
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_two_ranks_train_as_one(two_ranks: tuple[Path, list[dict[str, Any]]], tmp_path: Path, name: str) -> None:
+    root, results = two_ranks
+    single = run_case(tmp_path, name)
+    for rank in results:
+        # 13 samples in steps of 4, the last of 1, twice.
+        assert (rank[name].steps, rank[name].num_tokens) == (single.steps, single.num_tokens)
+        assert rank[name].train_loss == pytest.approx(single.train_loss, rel=1e-5)
+    assert logged(root / name) == pytest.approx(logged(tmp_path), rel=1e-5)
+    first, second = weights(root / name / "final"), weights(tmp_path / "final")
+    for key in first:
+        torch.testing.assert_close(first[key], second[key], rtol=1e-4, atol=1e-6, msg=key)
+
+
+def test_two_ranks_validate_as_one(two_ranks: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+    """3 validation samples: rank 0 has two, rank 1 one and a masked one; all are within `max_iters` batches."""
+    root, _ = two_ranks
+    case = CASES["uneven"]
+    args = train_args(**{"max_steps": None, "epochs": 2, **case["train"]})
+    pretrain(tmp_path, case["data"], train=args, eval=EvalArgs(interval=2, max_iters=None))
+    assert logged(root / "uneven", "val_loss") == pytest.approx(logged(tmp_path, "val_loss"), rel=1e-5)
+
+
+def test_two_ranks_resume_bit_for_bit(two_ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+    root, results = two_ranks
+    assert results[0]["resumed"].steps == results[0]["uneven"].steps - 3
+    assert_equal_weights(root / "resumed/final", root / "uneven/final")
+
+
+def test_an_error_on_rank_0_reaches_every_rank(two_ranks: tuple[Path, list[dict[str, Any]]]) -> None:
+    _, results = two_ranks
+    assert all("--resume auto" in rank["error"] for rank in results)
