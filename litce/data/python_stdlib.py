@@ -24,8 +24,11 @@ from litce.tokenizer import Tokenizer
 VAL_FRACTION = 0.05
 EOS = "<|endoftext|>"
 
-# Installed packages, and tests: these hold as much text again, much of it generated or broken on purpose.
-EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+# Installed packages; tests, as much text again, some of it broken on purpose; generated tables of characters and help
+# texts, which repeat themselves so much that they would flatter a loss and fill a sample.
+EXCLUDED_FOLDERS = {
+    "site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings", "pydoc_data",
+}  # fmt: skip
 
 
 def stdlib_root() -> Path:
