@@ -17,7 +17,8 @@ UNKNOWN_OPTION = re.compile(
 REQUIRED = re.compile(r"""(?:arguments are required: |Key ")([\w.]+)(?:$|" is required)""", re.MULTILINE)
 PARSER_KEY = re.compile(r'Parser key "([^"]+)"')
 CLASS_PATH = re.compile(r"Problem with given class_path '([\w.]+)'")
-GOT_VALUE = re.compile(r"(?:Got|Given) value: (.*)")
+GIVEN_VALUE = re.compile(r"Given value: (.*)")  # as typed
+GOT_VALUE = re.compile(r"Got value: (.*)")  # as parsed
 NESTED_ARGUMENT = re.compile(r"NestedArg\(key='([^']*)', val=(.*)\)")
 EXPECTED_CLASS = re.compile(r"Expected an? <class '(?:\w+\.)*(\w+)'>\. Got value")
 
@@ -42,7 +43,7 @@ def explain(parser: Any, message: str) -> str:
             flags = [f"--{prefix}.{name}" for name in known]
             return f"unknown option {flag} of {class_path[1].rpartition('.')[2]}; {suggest(flag, flags)}"
         return f"unknown option {flag}; {suggest(flag, flags, otherwise=f'see {parser.prog} --help')}"
-    value = GOT_VALUE.search(message)
+    value = GIVEN_VALUE.search(message) or GOT_VALUE.search(message)
     if keys and value:
         nested = NESTED_ARGUMENT.search(message)
         if nested:

@@ -1,0 +1,31 @@
+from pathlib import Path
+
+import yaml
+
+from litce.args import TrainArgs
+from litce.training.hyperparameters import as_hyperparameters, differences
+from tests.tiny import Numbers
+
+
+def test_plain_values() -> None:
+    train = TrainArgs(memory_budget_bytes="1MiB")
+    arguments = {"out_dir": Path("a/b"), "train": train, "data": Numbers(3), "resume": False, "betas": (1, 2)}
+    values = as_hyperparameters(arguments)
+    assert yaml.safe_load(yaml.safe_dump(values)) == values
+    assert values["out_dir"] == "a/b" and values["betas"] == [1, 2]
+    assert values["train"]["memory_budget_bytes"] == 2**20
+    assert values["data"]["class_path"] == "tests.tiny.Numbers" and values["data"]["init_args"]["num_samples"] == 3
+
+
+def test_differences(tmp_path: Path) -> None:
+    before = {"seed": 1, "out_dir": "a", "train": {"max_steps": 1, "min_lr": 0.0}, "optimizer": "AdamW"}
+    (tmp_path / "hyperparameters.yaml").write_text(yaml.safe_dump(before))
+    now = {"seed": 2, "out_dir": "b", "train": {"max_steps": 1, "min_lr": 0.1}, "optimizer": {"lr": 1.0}}
+    assert differences(tmp_path, before) == []
+    assert differences(tmp_path, now) == [
+        "--optimizer was AdamW, is None",
+        "--optimizer.lr was None, is 1.0",
+        "--seed was 1, is 2",
+        "--train.min_lr was 0.0, is 0.1",
+    ]
+    assert "cannot be read" in differences(tmp_path / "nowhere", now)[0]
