@@ -17,7 +17,8 @@ def run_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2, tim
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     processes = [
-        context.Process(target=_rank, args=(rank, world_size, port, queue, function, args)) for rank in range(world_size)
+        context.Process(target=_rank, args=(rank, world_size, port, queue, function, args))
+        for rank in range(world_size)
     ]
     try:
         for process in processes:

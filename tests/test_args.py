@@ -37,7 +37,10 @@ def test_parse_bytes_refuses(value: Any) -> None:
     [
         *[({name: 0}, f"--train.{name} 0: must be greater than 0") for name in ("save_interval", "log_interval")],
         *[({name: 0}, f"--train.{name} 0: must be") for name in ("global_batch_size", "micro_batch_size")],
-        *[({name: 0}, f"--train.{name} 0: must be") for name in ("epochs", "max_tokens", "max_steps", "max_seq_length")],
+        *[
+            ({name: 0}, f"--train.{name} 0: must be")
+            for name in ("epochs", "max_tokens", "max_steps", "max_seq_length")
+        ],
         ({"max_time": 0.0}, "--train.max_time 0.0: must be greater than 0"),
         ({"max_norm": -1.0}, "--train.max_norm -1.0"),
         ({"max_norm": float("nan")}, "--train.max_norm nan"),

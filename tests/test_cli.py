@@ -110,9 +110,7 @@ def test_mistakes_end_in_one_line(capsys: pytest.CaptureFixture[str], words: lis
         ("train: [\n", "Problems parsing config"),
     ],
 )
-def test_mistakes_in_a_file_do_too(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
-) -> None:
+def test_mistakes_in_a_file_do_too(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str) -> None:
     path = tmp_path / "own.yaml"
     path.write_text(text)
     assert message in refused(capsys, "pretrain", "--config", str(path))

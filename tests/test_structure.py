@@ -45,6 +45,8 @@ def test_only_the_head_reads_its_weight() -> None:
 
 def test_importable_without_optional_packages() -> None:
     """Names of the optional packages appear in no import at the top of a file."""
-    optional = re.compile(r"^(?:from|import) (?:wandb|tensorboard|litdata|liger_kernel|cut_cross_entropy)\b", re.MULTILINE)
+    optional = re.compile(
+        r"^(?:from|import) (?:wandb|tensorboard|litdata|liger_kernel|cut_cross_entropy)\b", re.MULTILINE
+    )
     assert [path.name for path in SOURCES if optional.search(path.read_text())] == []
     assert importlib.util.find_spec("litce") is not None

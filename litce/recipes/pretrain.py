@@ -99,7 +99,10 @@ def setup(
     on_rank_zero(fabric, data.prepare)
     tokenizer = tokenizer or data.tokenizer
     prompt_ids = check_tokenizer(tokenizer, config, eval)
-    data.connect(tokenizer, max_seq_length, seed)
+    # First on rank 0, which fills the caches that the others then find.
+    on_rank_zero(fabric, lambda: data.connect(tokenizer, max_seq_length, seed))
+    if not fabric.is_global_zero:
+        data.connect(tokenizer, max_seq_length, seed)
     train_loader, val_loader = (
         make_dataloader(
             dataset,

@@ -9,8 +9,18 @@ import yaml
 
 from litce.data.base import DataModule
 
-# Where a run writes and how it is watched has no part in what it computes.
-WITHOUT_EFFECT = ("resume", "out_dir", "logger_name", "log", "initial_checkpoint_dir")
+# Where a run writes and how it is watched has no part in what it computes. Prefixes of flags, without the dashes.
+WITHOUT_EFFECT = (
+    "resume",
+    "out_dir",
+    "logger_name",
+    "log.",
+    "eval.",
+    "initial_checkpoint_dir",
+    "train.save_interval",
+    "train.log_interval",
+    "data.num_workers",
+)
 
 
 def as_hyperparameters(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -19,20 +29,17 @@ def as_hyperparameters(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def differences(directory: Path, hyperparameters: dict[str, Any]) -> list[str]:
-    """One line for each argument that is not what it was in the run that wrote `directory`."""
+    """One line for each argument with an effect that is not what it was in the run that wrote `directory`."""
     path = directory / "hyperparameters.yaml"
     try:
         before = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
         return [f"{path} cannot be read ({' '.join(str(error).split())}), so changed arguments are not reported"]
-    old, new = (
-        _flat({name: value for name, value in values.items() if name not in WITHOUT_EFFECT})
-        for values in (before, hyperparameters)
-    )
+    old, new = _flags(before), _flags(hyperparameters)
     return [
         f"--{name} was {old.get(name)}, is {new.get(name)}"
         for name in sorted(old.keys() | new.keys())
-        if old.get(name) != new.get(name)
+        if old.get(name) != new.get(name) and not name.startswith(WITHOUT_EFFECT)
     ]
 
 
@@ -50,8 +57,12 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def _flags(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested values by the flag, without dashes, that sets each."""
+    flags: dict[str, Any] = {}
     for key, value in values.items():
-        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
-    return flat
+        if isinstance(value, dict):
+            flags.update(_flags(value, prefix if key == "init_args" else f"{prefix}{key}."))
+        else:
+            flags[f"{prefix}{key}"] = value
+    return flags

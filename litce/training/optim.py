@@ -107,8 +107,8 @@ class LearningRate:
             )
         if self.total_steps is not None and self.warmup_steps >= self.total_steps:
             raise UsageError(
-                f"--train.lr_warmup_steps {self.warmup_steps} is not below the run's number of steps, {self.total_steps}; "
-                f"lower it to at most {self.total_steps - 1} or train for longer"
+                f"--train.lr_warmup_steps {self.warmup_steps} is not below the run's number of steps, "
+                f"{self.total_steps}; lower it to at most {self.total_steps - 1} or train for longer"
             )
 
     def __call__(self, step: int) -> float:

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
@@ -72,7 +73,13 @@ def on_rank_zero(fabric: Fabric, function: Callable[[], T]) -> T:
             result = function()
         except UsageError as usage_error:
             error = str(usage_error)
-    result, error = fabric.broadcast((result, error))
+    if fabric.world_size > 1:
+        # The default group would give up on a rank 0 that prepares data for hours.
+        group = torch.distributed.new_group(backend="gloo", timeout=timedelta(days=7))
+        values = [result, error]
+        torch.distributed.broadcast_object_list(values, src=0, group=group)
+        result, error = values
+        torch.distributed.destroy_process_group(group)
     if error is not None:
         raise UsageError(error)
     return result

@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -18,11 +19,24 @@ def test_plain_values() -> None:
 
 
 def test_differences(tmp_path: Path) -> None:
-    before = {"seed": 1, "out_dir": "a", "train": {"max_steps": 1, "min_lr": 0.0}, "optimizer": "AdamW"}
+    before: dict[str, Any] = {
+        "seed": 1,
+        "out_dir": "a",
+        "train": {"log_interval": 1, "min_lr": 0.0},
+        "optimizer": "AdamW",
+    }
+    before["data"] = {"class_path": "X", "init_args": {"num_workers": 0, "size": 1}}
     (tmp_path / "hyperparameters.yaml").write_text(yaml.safe_dump(before))
-    now = {"seed": 2, "out_dir": "b", "train": {"max_steps": 1, "min_lr": 0.1}, "optimizer": {"lr": 1.0}}
+    now: dict[str, Any] = {
+        "seed": 2,
+        "out_dir": "b",
+        "train": {"log_interval": 2, "min_lr": 0.1},
+        "optimizer": {"lr": 1.0},
+    }
+    now["data"] = {"class_path": "X", "init_args": {"num_workers": 2, "size": 2}}
     assert differences(tmp_path, before) == []
     assert differences(tmp_path, now) == [
+        "--data.size was 1, is 2",
         "--optimizer was AdamW, is None",
         "--optimizer.lr was None, is 1.0",
         "--seed was 1, is 2",

@@ -39,7 +39,9 @@ def test_validation_is_the_mean_over_tokens(model: GPT, max_iters: int | None, n
     fabric = Fabric(accelerator="cpu", devices=1)
     loader = loader_of(data)
     for _ in range(2):  # a second time from the start again
-        assert validate(fabric, model, loader, max_iters) == pytest.approx(reference(model, data, num_samples), rel=1e-6)
+        assert validate(fabric, model, loader, max_iters) == pytest.approx(
+            reference(model, data, num_samples), rel=1e-6
+        )
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -16,8 +16,8 @@ def test_peak_memory_of_the_process_is_in_bytes() -> None:
 
 
 def test_summary_leaves_out_what_is_not_known() -> None:
-    summary = Summary(3, 60, 2.0, 30.0, 1.25, None, None, None, Path("out/final"))
-    assert str(summary) == "trained 3 steps, 60 tokens in 2.0 s | 30 tokens/s | train loss 1.2500 | checkpoint out/final"
+    summary = Summary(3, 60, 2.0, 30.0, 1.25, None, None, None, Path("out"))
+    assert str(summary) == "trained 3 steps, 60 tokens in 2.0 s | 30 tokens/s | train loss 1.2500 | checkpoint out"
 
 
 def test_stopwatch_excludes_pauses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric.loggers import CSVLogger, TensorBoardLogger
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from litce.args import LogArgs, UsageError
 from litce.training.strategy import build_fabric, build_logger, default_precision, on_rank_zero, weight_dtype
@@ -27,6 +28,8 @@ def test_several_devices_use_ddp() -> None:
 
 
 def test_torchrun_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Lightning keeps the rank for the whole process; this puts it back.
+    monkeypatch.setattr(rank_zero_only, "rank", 0)
     values = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1", "GROUP_RANK": "1"}
     for name, value in {**values, "TORCHELASTIC_RUN_ID": "x", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
