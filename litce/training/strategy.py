@@ -33,7 +33,7 @@ def build_fabric(
     is `default_precision()`.
 
     Raises:
-        UsageError: if the devices do not exist.
+        UsageError: if the devices do not exist, or cannot compute in that precision.
     """
     if devices != "auto" and devices < 1:
         raise UsageError(f"--devices {devices}: give a number from 1 on, or auto")
@@ -50,6 +50,8 @@ def build_fabric(
         devices = found
     if use_gpu and devices > found:
         raise UsageError(f"--devices {devices}: this machine has {found} GPUs; give at most {found}, or auto")
+    if precision == "16-mixed" and not use_gpu:  # Lightning would take bf16-mixed instead
+        raise UsageError("--precision 16-mixed needs a GPU; give bf16-mixed or 32-true")
     return Fabric(
         accelerator="cuda" if use_gpu else "cpu",
         devices=devices,

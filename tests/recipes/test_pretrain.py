@@ -39,7 +39,7 @@ def optimizer_state(checkpoint: Path) -> Any:
     return torch.load(checkpoint / "state/optimizer.pt", weights_only=True)["optimizer"]
 
 
-@pytest.mark.parametrize("micro_batch_size", [8, 4, 1])
+@pytest.mark.parametrize("micro_batch_size", [8, 4, 2, 1])
 def test_one_step_is_that_of_the_mean_over_all_tokens(tmp_path: Path, micro_batch_size: int) -> None:
     """Samples have 1 to 8 supervised tokens, so that a mean of micro-batch means would differ."""
     args = train_args(**EIGHT, micro_batch_size=micro_batch_size, min_lr=0.0)
@@ -293,6 +293,15 @@ def test_sample_text_leaves_mode_and_random_numbers_alone(tmp_path: Path) -> Non
     assert len(texts) == 1 and model.training
     assert torch.equal(torch.get_rng_state(), before)
     recipe.sample_text(model, tokenizer, [1, 2], None, seed=1)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16)])
+def test_precisions(tmp_path: Path, precision: Any, dtype: torch.dtype) -> None:
+    changes: dict[str, Any] = {"precision": precision, "eval": EvalArgs()}
+    summary = pretrain(tmp_path, **changes)
+    assert summary.val_loss == pytest.approx(pretrain(tmp_path / "32", eval=EvalArgs()).val_loss, abs=0.05)
+    assert {tensor.dtype for tensor in weights(tmp_path / "final").values()} == {dtype}
+    assert pretrain(tmp_path, **changes, resume=tmp_path / "final", train=train_args(max_steps=3)).steps == 1
 
 
 def test_initial_checkpoint(tmp_path: Path) -> None:

@@ -47,6 +47,11 @@ def test_refused(changes: dict[str, int]) -> None:
         fabric_of(**changes)
 
 
+def test_fp16_needs_a_gpu() -> None:
+    with pytest.raises(UsageError, match="--precision 16-mixed needs a GPU; give bf16-mixed"):
+        fabric_of(precision="16-mixed")
+
+
 def test_weight_dtype() -> None:
     assert [weight_dtype(precision) for precision in ("bf16-true", "bf16-mixed", "32-true", None)] == [
         torch.bfloat16,
