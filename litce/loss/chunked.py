@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from litce.loss.projection import Projection, operand_dtype
-from litce.loss.rows import block_max, exp_sum_, read_target_, subtract_target_
+from litce.loss.projection import TILE_COLUMNS, Projection, new_input_product, operand_dtype, tiles
+from litce.loss.rows import exp_sum_, read_target_, subtract_target_
 from litce.loss.supervised_rows import SupervisedRows
 
 Needs = tuple[bool, bool, bool]  # gradients of input, weight, bias
@@ -40,8 +40,11 @@ def chunked_loss_and_grads(
 
     for block in rows.blocks(chunk_size):
         x, target = projection.operand(rows.hidden(block)), rows.target[block]
-        logits = projection.logits_(buffer[: vocab_size * len(target)].view(vocab_size, -1), x, 0)
-        row_max = block_max(logits)
+        logits = buffer[: vocab_size * len(target)].view(vocab_size, -1)
+        row_max = torch.full((len(target),), torch.finfo(dtype).min, dtype=dtype, device=device)
+        for tile in tiles(vocab_size, TILE_COLUMNS):
+            projection.logits_(logits[tile], x, tile.start)
+            row_max = torch.maximum(row_max, logits[tile].amax(0))
         target_logit = torch.full_like(row_max, torch.nan)
         read_target_(target_logit, logits, target, 0)
         exp_sum = exp_sum_(logits, row_max)
@@ -50,13 +53,15 @@ def chunked_loss_and_grads(
             continue
         subtract_target_(logits, target, 0, exp_sum)
         row_scale = scale / exp_sum
-        if input_grad is not None:
-            product = torch.empty(x.shape, dtype=dtype, device=device)
-            projection.input_grad_(product, logits, 0, accumulate=False)
+        scaled = (x * row_scale[:, None]).to(projection.dtype)
+        product = new_input_product(x, dtype) if input_grad is not None else None
+        for tile in tiles(vocab_size, TILE_COLUMNS):
+            if product is not None:
+                projection.input_grad_(product, logits[tile], tile.start, accumulate=tile.start > 0)
+            if weight_grad is not None:
+                projection.weight_grad_(weight_grad[tile], logits[tile], scaled, accumulate=block.start > 0)
+        if input_grad is not None and product is not None:
             rows.write(input_grad, block, product.mul_(row_scale[:, None]))
-        if weight_grad is not None:
-            scaled = (x * row_scale[:, None]).to(projection.dtype)
-            projection.weight_grad_(weight_grad, logits, scaled, accumulate=block.start > 0)
         if bias_grad is not None:
             bias_grad.addmv_(logits, row_scale)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from litce.loss.chunked import held_dtype, scale_grad_
-from litce.loss.projection import Projection, operand_dtype
+from litce.loss.projection import Projection, new_input_product, operand_dtype
 from litce.loss.rows import block_max, exp_, exp_sum_, read_target_, subtract_target_
 from litce.loss.supervised_rows import SupervisedRows
 
@@ -29,7 +29,7 @@ def cut_row_losses(
     The input's gradient is (all rows, D), of an upstream gradient of 1 for each row.
     """
     device, dtype = rows.input.device, projection.accumulate_dtype
-    vocab_size, n_embd = projection.weight.shape
+    vocab_size = projection.vocab_size
     losses, row_maxima, exp_sums = (torch.empty(len(rows), dtype=dtype, device=device) for _ in range(3))
     input_grad = rows.new_grad(held_dtype(rows.input)) if need_input else None
     buffer = _tile_buffer(rows, vocab_size, block_rows, vocab_tile, dtype)
@@ -38,7 +38,7 @@ def cut_row_losses(
         x, target = projection.operand(rows.hidden(block)), rows.target[block]
         row_max = torch.full((len(target),), torch.finfo(dtype).min, dtype=dtype, device=device)
         exp_sum, target_logit = torch.zeros_like(row_max), torch.full_like(row_max, torch.nan)
-        weighted = torch.zeros((len(target), n_embd), dtype=dtype, device=device) if need_input else None
+        weighted = new_input_product(x, dtype) if need_input else None
         for start in range(0, vocab_size, vocab_tile):
             logits = projection.logits_(_tile(buffer, start, vocab_size, vocab_tile, len(target)), x, start)
             read_target_(target_logit, logits, target, start)

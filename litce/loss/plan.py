@@ -7,20 +7,25 @@ from typing import Literal
 
 import torch
 
-from litce.loss.projection import CAST_TILE_BYTES
+from litce.loss.projection import CAST_TILE_BYTES, TILE_COLUMNS
 
 DEFAULT_BUDGET_BYTES = 32 * 2**20
 
 StrategyName = Literal["dense", "chunked", "cut"]
 STRATEGIES = ("dense", "chunked", "cut")
 
+# A block of logits takes at most the budget; what comes with it (hidden states of the block, row statistics, a widened
+# tile of a 16-bit weight) at most this, half of the 16 MB that a peak may exceed the budget by.
+SLACK_BYTES = 8 * 2**20
+
 # Measured on CPUs (docs/loss.md). Below this many rows the three GEMMs of "chunked" stream the weight so often that
 # the four of "cut" are faster; with a frozen weight cut needs two as well, and wins earlier.
-MIN_CHUNKED_ROWS = 96
+MIN_CHUNKED_ROWS = 48
 MIN_CHUNKED_ROWS_FROZEN = 512
 MAX_CHUNKED_ROWS = 512
 CUT_ROWS = 2048
 MIN_CUT_TILE = 256
+MAX_CUT_TILE = 4096  # a larger tile leaves the caches and wins nothing
 ROW_MULTIPLE = 16  # vectorised reductions over rows want whole vectors
 
 
@@ -84,8 +89,8 @@ def plan_cross_entropy(
 ) -> CrossEntropyPlan:
     """Return the plan of a loss over (num_rows, n_embd) hidden states and a (vocab_size, n_embd) weight of `dtype`.
 
-    `chunk_size` k > 0 means k rows, 0 means dense. "auto" with strategy "auto" is the fastest strategy whose predicted
-    peak fits `memory_budget_bytes`; with a named strategy its block is sized for the budget. A budget below the
+    `chunk_size` k > 0 means k rows, 0 means dense. "auto" with strategy "auto" is the fastest strategy whose block of
+    logits fits `memory_budget_bytes`; with a named strategy its block is sized for the budget. A budget below the
     smallest useful tile gets that tile, whose size `peak_bytes` states.
 
     Raises:
@@ -109,7 +114,7 @@ def plan_cross_entropy(
     if strategy == "auto" and chunk_size == "auto":
         chunked, cut = shape.chunked(memory_budget_bytes), shape.cut(memory_budget_bytes)
         enough = MIN_CHUNKED_ROWS if weight_requires_grad else MIN_CHUNKED_ROWS_FROZEN
-        fits = chunked.peak_bytes <= memory_budget_bytes and chunked.rows >= min(enough, shape.rows)
+        fits = chunked.peak_bytes <= memory_budget_bytes + SLACK_BYTES and chunked.rows >= min(enough, shape.rows)
         return chunked if fits else cut
     rows = None if chunk_size == "auto" else min(chunk_size, shape.rows)
     return shape.cut(memory_budget_bytes, rows) if strategy == "cut" else shape.chunked(memory_budget_bytes, rows)
@@ -130,7 +135,7 @@ class _Shape:
     @property
     def fixed_bytes(self) -> int:
         """Row statistics, and the widened tile of a 16-bit weight."""
-        widened_tile = min(CAST_TILE_BYTES, self.vocab_size * self.n_embd * self.item)
+        widened_tile = min(CAST_TILE_BYTES, min(TILE_COLUMNS, self.vocab_size) * self.n_embd * self.item)
         return 8 * self.rows * self.item + (widened_tile if self.dtype.itemsize < 4 else 0)
 
     def dense(self) -> CrossEntropyPlan:
@@ -145,8 +150,8 @@ class _Shape:
         summed = self.vocab_size * self.n_embd * self.item if self._widens_weight_grad else 0
         fixed = self.fixed_bytes + summed - (summed // self.item * self.dtype.itemsize)
         if rows is None:
-            rows = _round_down(min(MAX_CHUNKED_ROWS, (budget - fixed) // per_row))
-            rows = min(rows, self.rows)
+            fitting = min(budget // (self.vocab_size * self.item), (budget + SLACK_BYTES - fixed) // per_row)
+            rows = min(_round_down(min(MAX_CHUNKED_ROWS, fitting)), self.rows)
         return CrossEntropyPlan("chunked", rows, self.vocab_size, max(summed, rows * per_row + fixed))
 
     def cut(self, budget: int, rows: int | None = None) -> CrossEntropyPlan:
@@ -154,11 +159,11 @@ class _Shape:
         while True:
             fixed = self.fixed_bytes + 2 * rows * self.n_embd * self.item
             per_column = rows * self.item + (self.n_embd * self.item if self._widens_weight_grad else 0)
-            tile = (budget - fixed) // per_column
+            tile = min(budget // (rows * self.item), (budget + SLACK_BYTES - fixed) // per_column)
             if tile >= MIN_CUT_TILE or rows <= 64:
                 break
             rows //= 2
-        tile = min(self.vocab_size, max(MIN_CUT_TILE, tile // 256 * 256))
+        tile = min(self.vocab_size, max(MIN_CUT_TILE, min(MAX_CUT_TILE, tile // 256 * 256)))
         return CrossEntropyPlan("cut", rows, tile, tile * per_column + fixed)
 
     @property

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+# Columns of a GEMM over few rows: its tiles of logits and weight stay in the caches, which is 10 to 30 % faster.
+TILE_COLUMNS = 2048
 # A 16-bit weight is widened tile by tile; 4 MiB stays in the caches while the GEMM reads it.
 CAST_TILE_BYTES = 4 * 2**20
 # One row makes a GEMM a matrix-vector product, which BLAS sums over the vocabulary in one running fp32 sum: at
@@ -82,6 +84,23 @@ class Projection:
             step = max(1, CAST_TILE_BYTES // (self.weight.shape[1] * self.dtype.itemsize))
         for a in range(start, start + num_columns, step):
             yield a, min(a + step, start + num_columns)
+
+
+def tiles(size: int, step: int) -> Iterator[slice]:
+    """Yield slices of at most `step` that cover `range(size)`."""
+    for start in range(0, size, step):
+        yield slice(start, min(start + step, size))
+
+
+def new_input_product(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return an uninitialised (rows, D) accumulator for `Projection.input_grad_`.
+
+    With fewer rows than D it is stored transposed: BLAS is up to a third faster when the longer side comes first.
+    """
+    num_rows, n_embd = x.shape
+    if num_rows < n_embd:
+        return torch.empty((n_embd, num_rows), dtype=dtype, device=x.device).t()
+    return torch.empty((num_rows, n_embd), dtype=dtype, device=x.device)
 
 
 def _matmul_(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool) -> None:
