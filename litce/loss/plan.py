@@ -132,10 +132,9 @@ class _Shape:
     def item(self) -> int:
         return max(4, self.dtype.itemsize)
 
-    @property
-    def fixed_bytes(self) -> int:
-        """Row statistics, and the widened tile of a 16-bit weight."""
-        widened_tile = min(CAST_TILE_BYTES, min(TILE_COLUMNS, self.vocab_size) * self.n_embd * self.item)
+    def fixed_bytes(self, columns: int) -> int:
+        """Row statistics, and the widened tile of a 16-bit weight, at most `columns` of the vocabulary."""
+        widened_tile = min(CAST_TILE_BYTES, min(columns, self.vocab_size) * self.n_embd * self.item)
         return 8 * self.rows * self.item + (widened_tile if self.dtype.itemsize < 4 else 0)
 
     def dense(self) -> CrossEntropyPlan:
@@ -148,7 +147,7 @@ class _Shape:
         # A 16-bit weight's gradient is summed in a (V, D) fp32 buffer, which is alive with the blocks in the forward
         # pass, before the gradient exists, and with the gradient in the backward pass.
         summed = self.vocab_size * self.n_embd * self.item if self._widens_weight_grad else 0
-        fixed = self.fixed_bytes + summed - (summed // self.item * self.dtype.itemsize)
+        fixed = self.fixed_bytes(TILE_COLUMNS) + summed - (summed // self.item * self.dtype.itemsize)
         if rows is None:
             fitting = min(budget // (self.vocab_size * self.item), (budget + SLACK_BYTES - fixed) // per_row)
             rows = min(_round_down(min(MAX_CHUNKED_ROWS, fitting)), self.rows)
@@ -157,7 +156,7 @@ class _Shape:
     def cut(self, budget: int, rows: int | None = None) -> CrossEntropyPlan:
         rows = rows or min(CUT_ROWS, self.rows)
         while True:
-            fixed = self.fixed_bytes + 2 * rows * self.n_embd * self.item
+            fixed = self.fixed_bytes(MAX_CUT_TILE) + 2 * rows * self.n_embd * self.item
             per_column = rows * self.item + (self.n_embd * self.item if self._widens_weight_grad else 0)
             tile = min(budget // (rows * self.item), (budget + SLACK_BYTES - fixed) // per_column)
             if tile >= MIN_CUT_TILE or rows <= 64:
