@@ -12,9 +12,10 @@ from torch import Tensor
 TILE_COLUMNS = 2048
 # A 16-bit weight is widened tile by tile; 4 MiB stays in the caches while the GEMM reads it.
 CAST_TILE_BYTES = 4 * 2**20
-# One row makes a GEMM a matrix-vector product, which BLAS sums over the vocabulary in one running fp32 sum: at
-# V = 152k its error is 50 times a GEMM's. Partial sums over tiles of this many columns keep it at a GEMM's.
-VECTOR_TILE = 512
+# With fewer rows than this, BLAS sums a product over the vocabulary in one running fp32 sum, whose error at V = 152k is
+# 13 times that of its kernels for more rows. Partial sums over tiles of so many columns bring it down to theirs.
+FEW_ROWS = 16
+FEW_ROWS_TILE = 512
 
 
 def operand_dtype(weight: Tensor) -> torch.dtype:
@@ -67,7 +68,10 @@ class Projection:
         """Write or add `block.T @ weight[start:start + v]` to `grad` (rows, D); `block` is (v, rows)."""
         for a, b in self._tiles(start, *block.shape):
             columns = block[a - start : b - start].to(self.dtype)
-            _matmul_(grad, columns.t(), self._weight_tile(a, b), accumulate=accumulate or a > start)
+            if block.shape[1] < FEW_ROWS and (accumulate or a > start):
+                grad.add_(columns.t() @ self._weight_tile(a, b))
+            else:
+                _matmul_(grad, columns.t(), self._weight_tile(a, b), accumulate=accumulate or a > start)
 
     def weight_grad_(self, grad: Tensor, block: Tensor, x: Tensor, *, accumulate: bool) -> None:
         """Write or add `block @ x` to `grad` (v, D); `block` is (v, rows), `x` (rows, D) in `self.dtype`."""
@@ -78,8 +82,8 @@ class Projection:
 
     def _tiles(self, start: int, num_columns: int, num_rows: int) -> Iterator[tuple[int, int]]:
         step = num_columns
-        if num_rows == 1:
-            step = VECTOR_TILE
+        if num_rows < FEW_ROWS:
+            step = FEW_ROWS_TILE
         elif self.weight.dtype != self.dtype:
             step = max(1, CAST_TILE_BYTES // (self.weight.shape[1] * self.dtype.itemsize))
         for a in range(start, start + num_columns, step):
@@ -105,7 +109,7 @@ def new_input_product(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _matmul_(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool) -> None:
     """`out = a @ b` or `out += a @ b`, where `out` may be wider than the operands."""
-    if out.dtype != a.dtype or (accumulate and out.shape[0] == 1):  # see VECTOR_TILE
+    if out.dtype != a.dtype:
         product = a @ b
         out.add_(product) if accumulate else out.copy_(product)
     elif accumulate:
