@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from litce.loss.options import LossOptions
 from litce.loss.projection import TILE_COLUMNS, Projection, new_input_product, operand_dtype, tiles
-from litce.loss.rows import exp_sum_, read_target_, subtract_target_
+from litce.loss.rows import exp_sum, exp_sum_, logits_grad_, read_target_, subtract_target_
 from litce.loss.supervised_rows import SupervisedRows
 
 Needs = tuple[bool, bool, bool]  # gradients of input, weight, bias
@@ -22,12 +23,12 @@ Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def chunked_loss_and_grads(
-    rows: SupervisedRows, projection: Projection, scale: Tensor, chunk_size: int, needs: Needs
+    rows: SupervisedRows, projection: Projection, row_weights: Tensor, chunk_size: int, needs: Needs
 ) -> tuple[Tensor, Grads]:
-    """Return `sum(scale * loss)` over the rows (0-dim) and its gradients, `chunk_size` rows of logits at a time.
+    """Return `sum(row_weights * loss)` (0-dim) and its gradients, `chunk_size` rows of logits at a time.
 
-    `scale` is 0-dim. The gradient of the weight is fp32; that of the input has the input's dtype (fp32 for fp16, whose
-    range it would underflow before a loss scaler's factor reaches it).
+    `row_weights` is (kept rows,). The gradient of the weight is fp32; that of the input has the input's dtype (fp32
+    for fp16, whose range it would underflow before a loss scaler's factor reaches it).
     """
     need_input, need_weight, need_bias = needs
     vocab_size, n_embd = projection.weight.shape
@@ -45,14 +46,11 @@ def chunked_loss_and_grads(
         for tile in tiles(vocab_size, TILE_COLUMNS):
             projection.logits_(logits[tile], x, tile.start)
             row_max = torch.maximum(row_max, logits[tile].amax(0))
-        target_logit = torch.full_like(row_max, torch.nan)
-        read_target_(target_logit, logits, target, 0)
-        exp_sum = exp_sum_(logits, row_max)
-        loss += (exp_sum.log() - (target_logit - row_max)).sum()
+        losses, exp_sum = losses_and_logits_grad_(logits, target, row_max, projection.options)
+        loss += losses @ row_weights[block]
         if not any(needs):
             continue
-        subtract_target_(logits, target, 0, exp_sum)
-        row_scale = scale / exp_sum
+        row_scale = row_weights[block] * (projection.options.logit_scale / exp_sum)
         scaled = (x * row_scale[:, None]).to(projection.dtype)
         product = new_input_product(x, dtype) if input_grad is not None else None
         for tile in tiles(vocab_size, TILE_COLUMNS):
@@ -67,7 +65,26 @@ def chunked_loss_and_grads(
 
     if weight_grad is not None and len(rows) == 0:
         weight_grad.zero_()
-    return loss * scale, (input_grad, weight_grad, bias_grad)
+    return loss, (input_grad, weight_grad, bias_grad)
+
+
+def losses_and_logits_grad_(
+    logits: Tensor, target: Tensor, row_max: Tensor, options: LossOptions
+) -> tuple[Tensor, Tensor]:
+    """Return losses and `sum exp(z - max)` (rows,) of all columns (V, rows), and leave in `logits` their gradient.
+
+    The gradient is times the sum of exponentials, as `logits_grad_` leaves it.
+    """
+    target_logit = torch.full_like(row_max, torch.nan)
+    read_target_(target_logit, logits, target, 0)
+    if options.plain_softmax:
+        total = exp_sum_(logits, row_max)
+        subtract_target_(logits, target, 0, total)
+        return options.row_losses(row_max, total, target_logit, None, len(logits)), total
+    total = exp_sum(logits, row_max)
+    logit_sum = logits.sum(0) if options.label_smoothing else None
+    logits_grad_(logits, target, 0, row_max, total, target_logit, options, len(logits))
+    return options.row_losses(row_max, total, target_logit, logit_sum, len(logits)), total
 
 
 def held_dtype(input: Tensor) -> torch.dtype:
@@ -76,7 +93,10 @@ def held_dtype(input: Tensor) -> torch.dtype:
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """`apply(input, weight, bias, target, scale, ignore_index, chunk_size)` -> `scale * sum of losses`, fp32 0-dim."""
+    """`apply(input, weight, bias, target, row_weights, ignore_index, options, chunk_size)` -> weighted sum of losses.
+
+    `row_weights` is 0-dim or in the shape of `target`, and gets no gradient. The result is 0-dim and fp32.
+    """
 
     @staticmethod
     def forward(
@@ -85,13 +105,14 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         target: Tensor,
-        scale: Tensor,
+        row_weights: Tensor,
         ignore_index: int,
+        options: LossOptions,
         chunk_size: int,
     ) -> Tensor:
-        ctx.options = (ignore_index, chunk_size, operand_dtype(weight))
-        ctx.save_for_backward(input, weight, bias, target, scale)
-        loss, ctx.grads = _run(ctx, input, weight, bias, target, scale)
+        ctx.settings = ignore_index, options, chunk_size, operand_dtype(weight)
+        ctx.save_for_backward(input, weight, bias, target, row_weights)
+        loss, ctx.grads = _run(ctx, input, weight, bias, target, row_weights)
         return loss
 
     @staticmethod
@@ -106,17 +127,18 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         del grads
         if input_grad is not None:
             input_grad = input_grad.view(input_shape)
-        return input_grad, weight_grad, bias_grad, None, None, None, None
+        return input_grad, weight_grad, bias_grad, None, None, None, None, None
 
 
 def _run(
-    ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, scale: Tensor
+    ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, row_weights: Tensor
 ) -> tuple[Tensor, Grads]:
-    ignore_index, chunk_size, dtype = ctx.options
+    ignore_index, options, chunk_size, dtype = ctx.settings
     ctx.like = input.shape, (input.dtype, weight.dtype, None if bias is None else bias.dtype)
     rows = SupervisedRows(input, target, ignore_index)
+    projection = Projection(weight, bias, options, dtype)
     needs = tuple(ctx.needs_input_grad[:3])
-    return chunked_loss_and_grads(rows, Projection(weight, bias, dtype), scale, chunk_size, needs)
+    return chunked_loss_and_grads(rows, projection, rows.select(row_weights), chunk_size, needs)
 
 
 def scale_grad_(grad: Tensor | None, upstream: Tensor, dtype: torch.dtype) -> Tensor | None:

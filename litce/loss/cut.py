@@ -9,6 +9,7 @@ pass, which recomputes the logits of each tile from the kept maximum and sum, as
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,48 +17,96 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from litce.loss.chunked import held_dtype, scale_grad_
+from litce.loss.options import LossOptions
 from litce.loss.projection import Projection, new_input_product, operand_dtype
-from litce.loss.rows import block_max, exp_, exp_sum_, read_target_, subtract_target_
+from litce.loss.rows import block_max, capped_exp_sum_, exp_, exp_sum_, logits_grad_, read_target_
 from litce.loss.supervised_rows import SupervisedRows
+
+
+@dataclass(frozen=True)
+class RowStatistics:
+    """What the backward pass needs of each kept row, all (kept rows,) fp32."""
+
+    row_max: Tensor
+    exp_sum: Tensor  # sum of exp(z - row_max)
+    target_logit: Tensor
+
+    def __getitem__(self, block: slice) -> tuple[Tensor, Tensor, Tensor]:
+        return self.row_max[block], self.exp_sum[block], self.target_logit[block]
 
 
 def cut_row_losses(
     rows: SupervisedRows, projection: Projection, block_rows: int, vocab_tile: int, need_input: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return per kept row the loss, maximum and sum of exponentials (all fp32), and the input's gradient or None.
+) -> tuple[Tensor, RowStatistics, Tensor | None]:
+    """Return the losses and statistics of the kept rows, and the input's gradient (all rows, D) or None.
 
-    The input's gradient is (all rows, D), of an upstream gradient of 1 for each row.
+    The input's gradient is that of the sum of the losses.
     """
     device, dtype = rows.input.device, projection.accumulate_dtype
-    vocab_size = projection.vocab_size
-    losses, row_maxima, exp_sums = (torch.empty(len(rows), dtype=dtype, device=device) for _ in range(3))
+    vocab_size, options = projection.vocab_size, projection.options
+    losses, *statistics = (torch.empty(len(rows), dtype=dtype, device=device) for _ in range(4))
+    kept = RowStatistics(*statistics)
     input_grad = rows.new_grad(held_dtype(rows.input)) if need_input else None
     buffer = _tile_buffer(rows, vocab_size, block_rows, vocab_tile, dtype)
+    uniform = projection.weight_sum() if need_input and options.label_smoothing else None
 
     for block in rows.blocks(block_rows):
         x, target = projection.operand(rows.hidden(block)), rows.target[block]
         row_max = torch.full((len(target),), torch.finfo(dtype).min, dtype=dtype, device=device)
-        exp_sum, target_logit = torch.zeros_like(row_max), torch.full_like(row_max, torch.nan)
+        total, target_logit = torch.zeros_like(row_max), torch.full_like(row_max, torch.nan)
+        logit_sum = torch.zeros_like(row_max) if options.label_smoothing else None
         weighted = new_input_product(x, dtype) if need_input else None
+        if uniform is not None and options.logit_softcap is not None:
+            uniform = new_input_product(x, dtype)
         for start in range(0, vocab_size, vocab_tile):
             logits = projection.logits_(_tile(buffer, start, vocab_size, vocab_tile, len(target)), x, start)
             read_target_(target_logit, logits, target, start)
+            if logit_sum is not None:
+                logit_sum += logits.sum(0)
             new_max = torch.maximum(row_max, block_max(logits))
             shrink = exp_(row_max - new_max)
             row_max = new_max
-            exp_sum = exp_sum * shrink + exp_sum_(logits, row_max)
-            if weighted is not None:
-                if start > 0:
-                    weighted.mul_(shrink[:, None])
-                projection.input_grad_(weighted, logits, start, accumulate=start > 0)
-        losses[block] = exp_sum.log() - (target_logit - row_max)
-        row_maxima[block], exp_sums[block] = row_max, exp_sum
-        if input_grad is not None:
-            assert weighted is not None
-            # Targets outside the vocabulary have a NaN loss on GPUs; the clamp only keeps the gather in bounds.
-            weighted.div_(exp_sum[:, None]).sub_(projection.weight[target.clamp(0, vocab_size - 1)])
-            rows.write(input_grad, block, weighted)
-    return losses, row_maxima, exp_sums, input_grad
+            if weighted is None:
+                total = total * shrink + exp_sum_(logits, row_max)
+                continue
+            if options.logit_softcap is None:
+                total = total * shrink + exp_sum_(logits, row_max)
+            else:
+                if uniform is not None:
+                    projection.input_grad_(uniform, options.cap_slope(logits), start, accumulate=start > 0)
+                total = total * shrink + capped_exp_sum_(logits, row_max, options)
+            if start > 0:
+                weighted.mul_(shrink[:, None])
+            projection.input_grad_(weighted, logits, start, accumulate=start > 0)
+        losses[block] = options.row_losses(row_max, total, target_logit, logit_sum, vocab_size)
+        for column, value in zip(statistics, (row_max, total, target_logit), strict=True):
+            column[block] = value
+        if input_grad is not None and weighted is not None:
+            weighted.mul_((options.softmax_weight(row_max, total) / total)[:, None])
+            _subtract_constant_terms_(weighted, projection, target, target_logit, uniform)
+            rows.write(input_grad, block, weighted.mul_(options.logit_scale))
+    return losses, kept, input_grad
+
+
+def _subtract_constant_terms_(
+    grad: Tensor, projection: Projection, target: Tensor, target_logit: Tensor, uniform: Tensor | None
+) -> None:
+    """Subtract from `grad` (rows, D) the target's share of the weight and, under label smoothing, everybody's.
+
+    `uniform` is the sum of the weight's rows, (D,), or (rows, D) where each is times its logit's slope.
+    """
+    options, vocab_size = projection.options, projection.vocab_size
+    # Targets outside the vocabulary have a NaN loss on GPUs; the clamp only keeps the gather in bounds.
+    target_weight = projection.weight[target.clamp(0, vocab_size - 1)]
+    if options.plain_softmax:
+        grad.sub_(target_weight)
+        return
+    share = torch.full_like(target_logit, 1.0 - options.label_smoothing)
+    if options.logit_softcap is not None:
+        share.mul_(options.cap_slope(target_logit))
+    grad.sub_(target_weight * share[:, None])
+    if uniform is not None:
+        grad.sub_(uniform, alpha=options.label_smoothing / vocab_size)
 
 
 def cut_weight_grads(
@@ -65,8 +114,7 @@ def cut_weight_grads(
     projection: Projection,
     block_rows: int,
     vocab_tile: int,
-    row_maxima: Tensor,
-    exp_sums: Tensor,
+    statistics: RowStatistics,
     upstream: Tensor,
     needs: tuple[bool, bool],
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -75,12 +123,12 @@ def cut_weight_grads(
     Tile by tile of the vocabulary, each summed over all rows in fp32, so that 16-bit weights need no (V, D) fp32 copy.
     """
     device, dtype = rows.input.device, projection.accumulate_dtype
-    weight, bias = projection.weight, projection.bias
+    weight, bias, options = projection.weight, projection.bias, projection.options
     vocab_size, n_embd = weight.shape
     weight_grad = torch.empty((vocab_size, n_embd), dtype=weight.dtype, device=device) if needs[0] else None
     bias_grad = torch.zeros(vocab_size, dtype=dtype, device=device) if needs[1] else None
     buffer = _tile_buffer(rows, vocab_size, block_rows, vocab_tile, dtype)
-    coefficients = upstream.to(dtype) / exp_sums
+    coefficients = upstream.to(dtype) * (options.logit_scale / statistics.exp_sum)
 
     for start in range(0, vocab_size, vocab_tile):
         stop = min(start + vocab_tile, vocab_size)
@@ -94,8 +142,7 @@ def cut_weight_grads(
         for block in rows.blocks(block_rows):
             x, target = projection.operand(rows.hidden(block)), rows.target[block]
             logits = projection.logits_(_tile(buffer, start, vocab_size, vocab_tile, len(target)), x, start)
-            exp_(logits.sub_(row_maxima[block]))
-            subtract_target_(logits, target, start, exp_sums[block])
+            logits_grad_(logits, target, start, *statistics[block], options, vocab_size)
             if tile_grad is not None:
                 scaled = (x * coefficients[block, None]).to(projection.dtype)
                 projection.weight_grad_(tile_grad, logits, scaled, accumulate=block.start > 0)
@@ -107,7 +154,10 @@ def cut_weight_grads(
 
 
 class CutCrossEntropy(torch.autograd.Function):
-    """`apply(input, weight, bias, target, ignore_index, rows, vocab_tile)` -> losses (...), fp32, 0 where ignored."""
+    """`apply(input, weight, bias, target, ignore_index, options, rows, vocab_tile)` -> losses (...) in fp32.
+
+    They are 0 where the target is ignored.
+    """
 
     @staticmethod
     def forward(
@@ -117,28 +167,27 @@ class CutCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         target: Tensor,
         ignore_index: int,
+        options: LossOptions,
         block_rows: int,
         vocab_tile: int,
     ) -> Tensor:
-        ctx.options = ignore_index, block_rows, vocab_tile, operand_dtype(weight)
+        ctx.settings = ignore_index, options, block_rows, vocab_tile, operand_dtype(weight)
         rows, projection = _operands(ctx, input, weight, bias, target)
-        losses, row_maxima, exp_sums, ctx.input_grad = cut_row_losses(
-            rows, projection, block_rows, vocab_tile, ctx.needs_input_grad[0]
-        )
-        ctx.save_for_backward(input, weight, bias, target, row_maxima, exp_sums)
-        return scatter_rows(rows, losses).view(target.shape)
+        losses, kept, ctx.input_grad = cut_row_losses(rows, projection, block_rows, vocab_tile, ctx.needs_input_grad[0])
+        ctx.save_for_backward(input, weight, bias, target, kept.row_max, kept.exp_sum, kept.target_logit)
+        return rows.scatter(losses).view(target.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        input, weight, bias, target, row_maxima, exp_sums = ctx.saved_tensors
-        _, block_rows, vocab_tile, _ = ctx.options
+        input, weight, bias, target, *statistics = ctx.saved_tensors
+        block_rows, vocab_tile = ctx.settings[2:4]
         need_input, *need_weights = ctx.needs_input_grad[:3]
         rows, projection = _operands(ctx, input, weight, bias, target)
         # The buffer is handed over, not copied: a second backward of a retained graph makes it again.
         input_grad, ctx.input_grad = ctx.input_grad, None
         if need_input and input_grad is None:
-            *_, input_grad = cut_row_losses(rows, projection, block_rows, vocab_tile, True)
+            _, _, input_grad = cut_row_losses(rows, projection, block_rows, vocab_tile, True)
         upstream = upstream.reshape(-1)
         if input_grad is not None:
             input_grad = scale_grad_(input_grad, upstream[:, None], input.dtype)
@@ -146,26 +195,23 @@ class CutCrossEntropy(torch.autograd.Function):
             input_grad = input_grad.view(input.shape)
         weight_grad = bias_grad = None
         if any(need_weights):
-            kept = upstream if rows.index is None else upstream[rows.index]
             weight_grad, bias_grad = cut_weight_grads(
-                rows, projection, block_rows, vocab_tile, row_maxima, exp_sums, kept, tuple(need_weights)
+                rows,
+                projection,
+                block_rows,
+                vocab_tile,
+                RowStatistics(*statistics),
+                rows.select(upstream),
+                tuple(need_weights),
             )
-        return input_grad, weight_grad, bias_grad, None, None, None, None
-
-
-def scatter_rows(rows: SupervisedRows, values: Tensor) -> Tensor:
-    """Return `values` (kept rows,) at their places among all rows, 0 at ignored ones."""
-    if rows.index is None:
-        return values
-    out = torch.zeros(rows.num_rows, dtype=values.dtype, device=values.device)
-    return out.index_copy_(0, rows.index, values)
+        return input_grad, weight_grad, bias_grad, None, None, None, None, None
 
 
 def _operands(
     ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor
 ) -> tuple[SupervisedRows, Projection]:
-    ignore_index, _, _, dtype = ctx.options
-    return SupervisedRows(input, target, ignore_index), Projection(weight, bias, dtype)
+    ignore_index, options, _, _, dtype = ctx.settings
+    return SupervisedRows(input, target, ignore_index), Projection(weight, bias, options, dtype)
 
 
 def _tile_buffer(rows: SupervisedRows, vocab_size: int, block_rows: int, vocab_tile: int, dtype: torch.dtype) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from litce.loss.chunked import ChunkedCrossEntropy
 from litce.loss.cut import CutCrossEntropy
 from litce.loss.dense import dense_losses
+from litce.loss.options import LossOptions
 from litce.loss.plan import DEFAULT_BUDGET_BYTES, CrossEntropyPlan, plan_cross_entropy
 from litce.loss.targets import check_targets
 
@@ -46,6 +47,11 @@ def linear_cross_entropy(
         linear_bias: (V,) bias of the head.
         ignore_index: target that is not supervised; such rows are dropped before the first GEMM.
         reduction: "mean" or "sum" -> 0-dim; "none" -> (...), 0 at ignored targets.
+        label_smoothing: share of the target that is spread over the vocabulary, in [0, 1].
+        z_loss: factor of `logsumexp(logits)**2`, added to the loss of each row.
+        logit_softcap: `softcap * tanh(logits / softcap)` takes the place of the logits.
+        logit_scale: factor of the logits, before the softcap.
+        token_weights: (...) factor of each target's loss; "mean" then divides by the sum of the supervised ones.
         strategy: "dense" holds all logits; "chunked" blocks of rows, with gradients made in the forward pass (three
             GEMMs); "cut" tiles of rows x vocabulary (four GEMMs, two with a frozen weight); "auto" is the fastest that
             fits the budget.
@@ -57,16 +63,9 @@ def linear_cross_entropy(
         NotImplementedError: for an option that no strategy has yet.
         RuntimeError: from a second derivative; the loss can be differentiated once.
     """
-    for name, value, default in (
-        ("label_smoothing", label_smoothing, 0.0),
-        ("z_loss", z_loss, 0.0),
-        ("logit_softcap", logit_softcap, None),
-        ("logit_scale", logit_scale, 1.0),
-        ("token_weights", token_weights, None),
-        ("filter_tolerance", filter_tolerance, 0.0),
-    ):
-        if value is not default and value != default:
-            raise NotImplementedError(f"{name}={value} is not supported yet; leave it at {default}")
+    if filter_tolerance != 0.0:
+        raise NotImplementedError(f"filter_tolerance={filter_tolerance} is not supported yet; leave it at 0")
+    options = LossOptions(label_smoothing, z_loss, logit_softcap, logit_scale)
     plan = plan_cross_entropy(
         target.numel(),
         linear_weight.shape[0],
@@ -79,7 +78,15 @@ def linear_cross_entropy(
         memory_budget_bytes=memory_budget_bytes,
     )
     return run_plan(
-        plan, input, linear_weight, target, bias=linear_bias, ignore_index=ignore_index, reduction=reduction
+        plan,
+        input,
+        linear_weight,
+        target,
+        bias=linear_bias,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        options=options,
+        token_weights=token_weights,
     )
 
 
@@ -92,37 +99,62 @@ def run_plan(
     bias: Tensor | None = None,  # (V,)
     ignore_index: int = -100,
     reduction: Reduction = "sum",
+    options: LossOptions = LossOptions(),  # noqa: B008  (frozen)
+    token_weights: Tensor | None = None,  # (...)
 ) -> Tensor:
     """Return the loss by a plan made before; arguments and errors as `linear_cross_entropy`."""
-    _check(input, weight, target, bias, ignore_index, reduction)
+    _check(input, weight, target, bias, token_weights, ignore_index, reduction)
+    if token_weights is not None:
+        token_weights = torch.where(target != ignore_index, token_weights, 0)
+    divisor = None if reduction != "mean" else _mean_divisor(target, ignore_index, token_weights)
+    # Gradients made in the forward pass know neither a gradient per row nor one for the weights of the rows.
+    per_row = reduction == "none" or (token_weights is not None and token_weights.requires_grad)
+    if plan.strategy == "chunked" and not per_row:
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        row_weights = torch.ones((), dtype=dtype, device=input.device)
+        if token_weights is not None:
+            row_weights = token_weights.to(dtype)
+        if divisor is not None:
+            row_weights = row_weights / divisor
+        return ChunkedCrossEntropy.apply(
+            *_without_graph(input, weight, bias), target, row_weights, ignore_index, options, plan.rows
+        )
     if plan.strategy == "dense":
-        input = input.to(weight.dtype)
-        return _reduce(dense_losses(input, weight, bias, target, ignore_index), target, ignore_index, reduction)
-    if not torch.is_grad_enabled():
-        input, weight, bias = input.detach(), weight.detach(), None if bias is None else bias.detach()
-    if plan.strategy == "cut" or reduction == "none":
-        losses = CutCrossEntropy.apply(input, weight, bias, target, ignore_index, plan.rows, plan.vocab_tile)
-        return _reduce(losses, target, ignore_index, reduction)
-    scale = torch.ones((), dtype=torch.promote_types(weight.dtype, torch.float32), device=input.device)
-    if reduction == "mean":
-        scale /= _num_supervised(target, ignore_index)
-    return ChunkedCrossEntropy.apply(input, weight, bias, target, scale, ignore_index, plan.rows)
-
-
-def _reduce(losses: Tensor, target: Tensor, ignore_index: int, reduction: Reduction) -> Tensor:
+        losses = dense_losses(input.to(weight.dtype), weight, bias, target, ignore_index, options)
+    else:
+        losses = CutCrossEntropy.apply(
+            *_without_graph(input, weight, bias), target, ignore_index, options, plan.rows, plan.vocab_tile
+        )
+    if token_weights is not None:
+        losses = losses * token_weights.to(losses.dtype)
     if reduction == "none":
         return losses
-    total = losses.sum()
-    return total if reduction == "sum" else total / _num_supervised(target, ignore_index)
+    return losses.sum() if divisor is None else losses.sum() / divisor
 
 
-def _num_supervised(target: Tensor, ignore_index: int) -> Tensor:
-    """Stays on the device: asking for the number there would stall it."""
-    return (target != ignore_index).sum().clamp(min=1)
+def _without_graph(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return the tensors, detached under `no_grad`, so that nothing is computed for gradients nobody can ask for."""
+    if torch.is_grad_enabled():
+        return tensors
+    return tuple(None if t is None else t.detach() for t in tensors)
+
+
+def _mean_divisor(target: Tensor, ignore_index: int, token_weights: Tensor | None) -> Tensor:
+    """Return the number of supervised targets or the sum of their weights, 1 for 0, without waiting for a GPU."""
+    if token_weights is None:
+        return (target != ignore_index).sum().clamp(min=1)
+    total = token_weights.detach().sum(dtype=torch.float32)
+    return torch.where(total == 0, torch.ones_like(total), total)
 
 
 def _check(
-    input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, ignore_index: int, reduction: str
+    input: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    token_weights: Tensor | None,
+    ignore_index: int,
+    reduction: str,
 ) -> None:
     if weight.ndim != 2 or weight.shape[0] < 1:
         raise ValueError(f"linear_weight has shape {tuple(weight.shape)}; (V, D) with V >= 1 is needed")
@@ -134,6 +166,8 @@ def _check(
         raise ValueError(f"target {tuple(target.shape)} does not fit input {tuple(input.shape)}; (...) and (..., D)")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"linear_bias {tuple(bias.shape)} does not fit linear_weight {tuple(weight.shape)}")
+    if token_weights is not None and token_weights.shape != target.shape:
+        raise ValueError(f"token_weights {tuple(token_weights.shape)} do not fit target {tuple(target.shape)}")
     for name, tensor in (("input", input), ("linear_weight", weight)):
         if not tensor.is_floating_point():
             raise ValueError(f"{name} has dtype {tensor.dtype}; a floating-point dtype is needed")

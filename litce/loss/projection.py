@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from litce.loss.options import LossOptions
+
 # Columns of a GEMM over few rows: its tiles of logits and weight stay in the caches, which is 10 to 30 % faster.
 TILE_COLUMNS = 2048
 # A 16-bit weight is widened tile by tile; 4 MiB stays in the caches while the GEMM reads it.
@@ -33,7 +35,7 @@ def operand_dtype(weight: Tensor) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Projection:
-    """`logits = x @ weight.T + bias`, read tile by tile.
+    """`logits = x @ weight.T + bias`, scaled and capped by the options, read tile by tile.
 
     Blocks of logits are stored `(columns of the vocabulary, rows)`: with the few rows that a memory budget allows, the
     GEMM `weight @ x.T` runs 1.2 to 1.5 times faster than `x @ weight.T` (docs/loss.md).
@@ -41,6 +43,7 @@ class Projection:
 
     weight: Tensor  # (V, D)
     bias: Tensor | None  # (V,)
+    options: LossOptions
     dtype: torch.dtype  # of the operands of every GEMM
 
     @property
@@ -57,12 +60,12 @@ class Projection:
         return x.to(self.weight.dtype).to(self.dtype)
 
     def logits_(self, block: Tensor, x: Tensor, start: int) -> Tensor:
-        """Write `weight[start:start + v] @ x.T + bias` to `block` (v, rows); `x` is (rows, D) in `self.dtype`."""
+        """Write the logits of columns `start` to `start + v` to `block` (v, rows); `x` is (rows, D) in `self.dtype`."""
         for a, b in self._tiles(start, *block.shape):
             _matmul_(block[a - start : b - start], self._weight_tile(a, b), x.t(), accumulate=False)
         if self.bias is not None:
             block.add_(self.bias[start : start + block.shape[0], None])
-        return block
+        return self.options.transform_(block)
 
     def input_grad_(self, grad: Tensor, block: Tensor, start: int, *, accumulate: bool) -> None:
         """Write or add `block.T @ weight[start:start + v]` to `grad` (rows, D); `block` is (v, rows)."""
@@ -76,6 +79,13 @@ class Projection:
     def weight_grad_(self, grad: Tensor, block: Tensor, x: Tensor, *, accumulate: bool) -> None:
         """Write or add `block @ x` to `grad` (v, D); `block` is (v, rows), `x` (rows, D) in `self.dtype`."""
         _matmul_(grad, block.to(self.dtype), x, accumulate=accumulate)
+
+    def weight_sum(self) -> Tensor:
+        """Return the sum of the weight's rows (D,) in the accumulators' dtype."""
+        total = torch.zeros(self.weight.shape[1], dtype=self.accumulate_dtype, device=self.weight.device)
+        for tile in tiles(self.vocab_size, TILE_COLUMNS):
+            total += self.weight[tile].sum(0, dtype=self.accumulate_dtype)
+        return total
 
     def _weight_tile(self, start: int, stop: int) -> Tensor:
         return self.weight[start:stop].to(self.dtype)

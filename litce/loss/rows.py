@@ -1,16 +1,19 @@
 """The maths of one block of logits: maximum, sum of exponentials, target logit, gradient.
 
 A block is `(v, rows)`: a tile of `v` columns of the vocabulary by some rows (tokens). Everything works in place and
-leaves factors that are constant along a row to the caller, who applies them to `(rows, D)` operands of the next GEMM
-instead of the whole block.
+leaves the factor `1 / sum of exponentials` of each row to the caller, who applies it to the `(rows, D)` operand of the
+next GEMM instead of the whole block.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+
+from litce.loss.options import LossOptions
 
 # Elementwise passes run over slabs of this size so that each one finds the slab of the last one in the L2 caches.
 SLAB_BYTES = 2 * 2**20
@@ -22,13 +25,36 @@ def exp_(x: Tensor) -> Tensor:
     return x.mul_(LOG2_E).exp2_() if x.device.type == "cpu" else x.exp_()
 
 
+def slabs(block: Tensor) -> Iterator[Tensor]:
+    """Yield views of some columns of the vocabulary each that cover `block`."""
+    step = max(1, SLAB_BYTES // max(1, block.shape[1] * block.itemsize))
+    for start in range(0, block.shape[0], step):
+        yield block[start : start + step]
+
+
 def exp_sum_(block: Tensor, row_max: Tensor) -> Tensor:
     """Replace `block` (v, rows) by `exp(block - row_max)` and return its sum over the vocabulary (rows,)."""
     total = torch.zeros_like(row_max)
-    step = max(1, SLAB_BYTES // max(1, block.shape[1] * block.itemsize))
-    for start in range(0, block.shape[0], step):
-        slab = block[start : start + step]
+    for slab in slabs(block):
         total += exp_(slab.sub_(row_max)).sum(0)
+    return total
+
+
+def exp_sum(block: Tensor, row_max: Tensor) -> Tensor:
+    """Return `sum exp(block - row_max)` (rows,) and leave `block` as it is."""
+    total = torch.zeros_like(row_max)
+    for slab in slabs(block):
+        total += exp_(slab - row_max).sum(0)
+    return total
+
+
+def capped_exp_sum_(block: Tensor, row_max: Tensor, options: LossOptions) -> Tensor:
+    """As `exp_sum_`, but leave `exp(block - row_max)` times the slope of the softcap in `block`."""
+    total = torch.zeros_like(row_max)
+    for slab in slabs(block):
+        slope = options.cap_slope(slab)
+        total += exp_(slab.sub_(row_max)).sum(0)
+        slab.mul_(slope)
     return total
 
 
@@ -50,6 +76,38 @@ def subtract_target_(block: Tensor, target: Tensor, start: int, amount: Tensor) 
     """Subtract `amount` (rows,) from the target's entry of each row whose target is in the block's tile."""
     index, inside = _target_index(block, target, start)
     block.scatter_add_(0, index[None], torch.where(inside, -amount, 0.0)[None])
+
+
+def logits_grad_(
+    block: Tensor,
+    target: Tensor,
+    start: int,
+    row_max: Tensor,
+    exp_sum: Tensor,
+    target_logit: Tensor,
+    options: LossOptions,
+    vocab_size: int,
+) -> None:
+    """Replace the logits in `block` by the gradient of each row's loss with respect to them, times `exp_sum`.
+
+    The gradient is that of the logits before the softcap (and after the scale):
+    `exp_sum * (A * p - smoothing / V - (1 - smoothing) * [target]) * slope` with `A = d loss / d lse`.
+    """
+    if options.plain_softmax:
+        for slab in slabs(block):
+            exp_(slab.sub_(row_max))
+        return subtract_target_(block, target, start, exp_sum)
+    softmax_weight = options.softmax_weight(row_max, exp_sum)
+    uniform = exp_sum * (options.label_smoothing / vocab_size)
+    for slab in slabs(block):
+        slope = None if options.logit_softcap is None else options.cap_slope(slab)
+        exp_(slab.sub_(row_max)).mul_(softmax_weight).sub_(uniform)
+        if slope is not None:
+            slab.mul_(slope)
+    amount = exp_sum * (1.0 - options.label_smoothing)
+    if options.logit_softcap is not None:
+        amount = amount * options.cap_slope(target_logit)
+    return subtract_target_(block, target, start, amount)
 
 
 def _target_index(block: Tensor, target: Tensor, start: int) -> tuple[Tensor, Tensor]:

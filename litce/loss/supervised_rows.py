@@ -50,6 +50,20 @@ class SupervisedRows:
             return self._flat.index_select(0, index)
         return self.input[torch.unravel_index(index, self.input.shape[:-1])]
 
+    def select(self, values: Tensor) -> Tensor:
+        """Return the kept entries of `values` (...) of all rows, flat; 0-dim values are those of every row."""
+        if values.ndim == 0:
+            return values.expand(len(self.target))
+        flat = values.reshape(-1)
+        return flat if self.index is None else flat[self.index]
+
+    def scatter(self, values: Tensor) -> Tensor:
+        """Return `values` (kept rows,) at their places among all rows, 0 at ignored ones."""
+        if self.index is None:
+            return values
+        out = torch.zeros(self.num_rows, dtype=values.dtype, device=values.device)
+        return out.index_copy_(0, self.index, values)
+
     def new_grad(self, dtype: torch.dtype) -> Tensor:
         """Return a gradient buffer (all rows, D): zeros where rows are dropped, uninitialised elsewhere."""
         make = torch.empty if self.index is None else torch.zeros

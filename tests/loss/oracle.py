@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from litce.loss import linear_cross_entropy
+from litce.loss.options import LossOptions
 
 ROUNDING = 4 * torch.finfo(torch.float32).eps
 """Errors below this share of the terms that a gradient is summed from are fp32 rounding: dense's may be 0 by luck."""
@@ -23,6 +25,8 @@ class Case:
     weight: Tensor
     bias: Tensor | None
     target: Tensor
+    token_weights: Tensor | None = None
+    options: LossOptions = LossOptions()
 
     def leaves(self, frozen: tuple[str, ...] = ()) -> dict[str, Tensor]:
         """Return fresh leaves by name; those in `frozen` need no gradient."""
@@ -64,6 +68,8 @@ def run(case: Case, *, upstream: Tensor | float = 1.0, frozen: tuple[str, ...] =
         leaves["weight"],
         case.target,
         linear_bias=leaves.get("bias"),
+        token_weights=case.token_weights,
+        **dataclasses.asdict(case.options),
         **options,  # type: ignore[arg-type]
     )
     if loss.requires_grad:
@@ -77,28 +83,38 @@ def oracle(case: Case, *, reduction: str = "mean", upstream: Tensor | float = 1.
     Also, as "input terms" and so on, the norm of each gradient's terms `(softmax + one-hot) * |operand|`, before they
     cancel: rounding is relative to these.
     """
+    options = case.options
     leaves = {k: v.detach().double().requires_grad_() for k, v in case.leaves().items()}
     keep = case.target != -100
-    factor = 1 / max(1, int(keep.sum())) if reduction == "mean" else 1.0
+    token_weights = keep.double() if case.token_weights is None else case.token_weights.double() * keep
+    factor = 1 / (float(token_weights.sum()) or 1.0) if reduction == "mean" else 1.0
     losses, sizes = torch.zeros(2, len(case.target), dtype=torch.float64)
     terms: dict = {"input": 0.0, "weight": torch.zeros(()), "bias": torch.zeros(())}
-    weights = torch.as_tensor(upstream, dtype=torch.float64).expand(losses.shape) * factor
+    weights = torch.as_tensor(upstream, dtype=torch.float64).expand(losses.shape) * factor * token_weights
     for start in range(0, len(case.target), ORACLE_ROWS):
         part = slice(start, start + ORACLE_ROWS)
-        logits = F.linear(leaves["input"][part], leaves["weight"], leaves.get("bias"))
-        loss = F.cross_entropy(logits, case.target[part], reduction="none")
+        logits = options.logit_scale * F.linear(leaves["input"][part], leaves["weight"], leaves.get("bias"))
+        if options.logit_softcap is not None:
+            logits = options.logit_softcap * torch.tanh(logits / options.logit_softcap)
+        smoothing = options.label_smoothing
+        loss = F.cross_entropy(logits, case.target[part], reduction="none", label_smoothing=smoothing)
+        loss = loss + options.z_loss * logits.logsumexp(-1).square() * keep[part]
         (loss * weights[part]).sum().backward()
         losses[part] = loss.detach()
         with torch.no_grad():
             sizes[part] = (loss + logits.abs().amax(-1)) * keep[part]
-            magnitude = logits.softmax(-1)
+            sizes[part] += options.z_loss * logits.logsumexp(-1).square() * keep[part]
+            magnitude = logits.softmax(-1) * (1 + 2 * options.z_loss * logits.logsumexp(-1).abs())[:, None]
+            magnitude += smoothing / logits.shape[-1]
             magnitude[keep[part], case.target[part][keep[part]]] += 1
-            magnitude *= (weights[part].abs() * keep[part])[:, None]
+            magnitude *= (weights[part].abs() * options.logit_scale)[:, None]
             terms["input"] += float((magnitude @ leaves["weight"].abs()).square().sum())
             terms["weight"] = terms["weight"] + magnitude.T @ leaves["input"][part].abs()
             terms["bias"] = terms["bias"] + magnitude.sum(0)
     grads = {k: torch.zeros_like(v) if v.grad is None else v.grad for k, v in leaves.items()}
-    norms = {"loss": float(sizes.norm() if reduction == "none" else sizes.sum() * factor)}
+    sizes *= token_weights.abs()
+    losses *= token_weights
+    norms = {"loss": float(sizes.norm() if reduction == "none" else sizes.sum() * abs(factor))}
     norms["input"] = terms["input"] ** 0.5
     norms |= {k: float(terms[k].norm()) for k in ("weight", "bias")}
     loss = losses if reduction == "none" else losses.sum() * factor
