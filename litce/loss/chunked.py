@@ -7,6 +7,7 @@ upstream gradient, so `reduction="none"` is served by cut.py, which recomputes.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,17 +19,23 @@ from litce.loss.projection import TILE_COLUMNS, Projection, new_input_product, o
 from litce.loss.rows import exp_sum, exp_sum_, logits_grad_, read_target_, subtract_target_
 from litce.loss.supervised_rows import SupervisedRows
 
+# A tile of logits that is copied out of lent memory.
+LENT_TILE_BYTES = 4 * 2**20
+
 Needs = tuple[bool, bool, bool]  # gradients of input, weight, bias
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def chunked_loss_and_grads(
-    rows: SupervisedRows, projection: Projection, row_weights: Tensor, chunk_size: int, needs: Needs
+    rows: SupervisedRows, projection: Projection, row_weights: Tensor, chunk_size: int, lent_rows: int, needs: Needs
 ) -> tuple[Tensor, Grads]:
     """Return `sum(row_weights * loss)` (0-dim) and its gradients, `chunk_size` rows of logits at a time.
 
     `row_weights` is (kept rows,). The gradient of the weight is fp32; that of the input has the input's dtype (fp32
     for fp16, whose range it would underflow before a loss scaler's factor reaches it).
+
+    The first `lent_rows` rows, at most D, cost no memory: until the first product is added to the weight's gradient,
+    (V, D) in fp32, its memory holds their logits (V, rows).
     """
     need_input, need_weight, need_bias = needs
     vocab_size, n_embd = projection.weight.shape
@@ -37,35 +44,66 @@ def chunked_loss_and_grads(
     input_grad = rows.new_grad(held_dtype(rows.input)) if need_input else None
     weight_grad = torch.empty((vocab_size, n_embd), dtype=dtype, device=device) if need_weight else None
     bias_grad = torch.zeros(vocab_size, dtype=dtype, device=device) if need_bias else None
-    buffer = torch.empty(vocab_size * min(chunk_size, len(rows)), dtype=dtype, device=device)
+    lent_rows = 0 if weight_grad is None else min(lent_rows, n_embd)
+    buffer = None
 
-    for block in rows.blocks(chunk_size):
+    for block in rows.blocks(chunk_size, first=lent_rows):
         x, target = projection.operand(rows.hidden(block)), rows.target[block]
-        logits = buffer[: vocab_size * len(target)].view(vocab_size, -1)
-        row_max = torch.full((len(target),), torch.finfo(dtype).min, dtype=dtype, device=device)
-        for tile in tiles(vocab_size, TILE_COLUMNS):
-            projection.logits_(logits[tile], x, tile.start)
-            row_max = torch.maximum(row_max, logits[tile].amax(0))
-        losses, exp_sum = losses_and_logits_grad_(logits, target, row_max, projection.options)
+        lender = weight_grad if block.start < lent_rows else None
+        if lender is None and buffer is None:
+            buffer = torch.empty(vocab_size * min(chunk_size, len(rows)), dtype=dtype, device=device)
+        storage = buffer if lender is None else lender.view(-1)
+        assert storage is not None
+        logits = storage[: vocab_size * len(target)].view(vocab_size, -1)
+        losses, total = _losses_and_logits_grad(projection, x, target, logits)
         loss += losses @ row_weights[block]
         if not any(needs):
             continue
-        row_scale = row_weights[block] * (projection.options.logit_scale / exp_sum)
-        scaled = (x * row_scale[:, None]).to(projection.dtype)
-        product = new_input_product(x, dtype) if input_grad is not None else None
-        for tile in tiles(vocab_size, TILE_COLUMNS):
-            if product is not None:
-                projection.input_grad_(product, logits[tile], tile.start, accumulate=tile.start > 0)
-            if weight_grad is not None:
-                projection.weight_grad_(weight_grad[tile], logits[tile], scaled, accumulate=block.start > 0)
-        if input_grad is not None and product is not None:
-            rows.write(input_grad, block, product.mul_(row_scale[:, None]))
+        row_scale = row_weights[block] * (projection.options.logit_scale / total)
         if bias_grad is not None:
             bias_grad.addmv_(logits, row_scale)
+        scaled = (x * row_scale[:, None]).to(projection.dtype) if need_weight else x
+        product = new_input_product(x, dtype).zero_() if need_input else None
+        for tile, columns in _tiles(logits) if lender is None else _lent_tiles(logits):
+            if product is not None:
+                projection.input_grad_(product, columns, tile.start, accumulate=True)
+            if weight_grad is not None:
+                projection.weight_grad_(weight_grad[tile], columns, scaled, accumulate=block.start > 0)
+        if input_grad is not None and product is not None:
+            rows.write(input_grad, block, product.mul_(row_scale[:, None]))
 
     if weight_grad is not None and len(rows) == 0:
         weight_grad.zero_()
     return loss, (input_grad, weight_grad, bias_grad)
+
+
+def _tiles(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    for tile in tiles(len(logits), TILE_COLUMNS):
+        yield tile, logits[tile]
+
+
+def _lent_tiles(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Yield copies of tiles from the last to the first.
+
+    Rows of the weight's gradient are at least as long as those of the logits in its memory, so that what is written to
+    a tile of it overwrites logits of this tile and of later ones only.
+    """
+    for tile in reversed(list(tiles(len(logits), lent_tile_columns(logits.shape[1])))):
+        yield tile, logits[tile].clone()
+
+
+def lent_tile_columns(num_rows: int) -> int:
+    """Return the columns of a copied tile of fp32 logits."""
+    return max(64, min(TILE_COLUMNS, LENT_TILE_BYTES // (4 * num_rows)))
+
+
+def _losses_and_logits_grad(projection: Projection, x: Tensor, target: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the logits of `x` in `logits` (V, rows); return and leave what `losses_and_logits_grad_` does."""
+    row_max = torch.full((len(target),), torch.finfo(logits.dtype).min, dtype=logits.dtype, device=logits.device)
+    for tile in tiles(len(logits), TILE_COLUMNS):
+        projection.logits_(logits[tile], x, tile.start)
+        row_max = torch.maximum(row_max, logits[tile].amax(0))
+    return losses_and_logits_grad_(logits, target, row_max, projection.options)
 
 
 def losses_and_logits_grad_(
@@ -93,7 +131,7 @@ def held_dtype(input: Tensor) -> torch.dtype:
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """`apply(input, weight, bias, target, row_weights, ignore_index, options, chunk_size)` -> weighted sum of losses.
+    """`apply(input, weight, bias, target, row_weights, ignore_index, options, chunk_size, lent_rows)` -> weighted sum.
 
     `row_weights` is 0-dim or in the shape of `target`, and gets no gradient. The result is 0-dim and fp32.
     """
@@ -109,8 +147,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         ignore_index: int,
         options: LossOptions,
         chunk_size: int,
+        lent_rows: int,
     ) -> Tensor:
-        ctx.settings = ignore_index, options, chunk_size, operand_dtype(weight)
+        ctx.settings = ignore_index, options, (chunk_size, lent_rows), operand_dtype(weight)
         ctx.save_for_backward(input, weight, bias, target, row_weights)
         loss, ctx.grads = _run(ctx, input, weight, bias, target, row_weights)
         return loss
@@ -127,18 +166,19 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         del grads
         if input_grad is not None:
             input_grad = input_grad.view(input_shape)
-        return input_grad, weight_grad, bias_grad, None, None, None, None, None
+        return input_grad, weight_grad, bias_grad, None, None, None, None, None, None
 
 
 def _run(
     ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, row_weights: Tensor
 ) -> tuple[Tensor, Grads]:
-    ignore_index, options, chunk_size, dtype = ctx.settings
+    ignore_index, options, block_sizes, dtype = ctx.settings
     ctx.like = input.shape, (input.dtype, weight.dtype, None if bias is None else bias.dtype)
     rows = SupervisedRows(input, target, ignore_index)
     projection = Projection(weight, bias, options, dtype)
+    chunk_size, lent_rows = block_sizes
     needs = tuple(ctx.needs_input_grad[:3])
-    return chunked_loss_and_grads(rows, projection, rows.select(row_weights), chunk_size, needs)
+    return chunked_loss_and_grads(rows, projection, rows.select(row_weights), chunk_size, lent_rows, needs)
 
 
 def scale_grad_(grad: Tensor | None, upstream: Tensor, dtype: torch.dtype) -> Tensor | None:

@@ -117,7 +117,13 @@ def run_plan(
         if divisor is not None:
             row_weights = row_weights / divisor
         return ChunkedCrossEntropy.apply(
-            *_without_graph(input, weight, bias), target, row_weights, ignore_index, options, plan.rows
+            *_without_graph(input, weight, bias),
+            target,
+            row_weights,
+            ignore_index,
+            options,
+            plan.rows,
+            plan.lent_rows,
         )
     if plan.strategy == "dense":
         losses = dense_losses(input.to(weight.dtype), weight, bias, target, ignore_index, options)

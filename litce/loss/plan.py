@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from litce.loss.chunked import lent_tile_columns
 from litce.loss.projection import CAST_TILE_BYTES, TILE_COLUMNS
 
 DEFAULT_BUDGET_BYTES = 32 * 2**20
@@ -18,10 +19,12 @@ STRATEGIES = ("dense", "chunked", "cut")
 # tile of a 16-bit weight) at most this, half of the 16 MB that a peak may exceed the budget by.
 SLACK_BYTES = 8 * 2**20
 
-# Measured on CPUs (docs/loss.md). Below this many rows the three GEMMs of "chunked" stream the weight so often that
-# the four of "cut" are faster; with a frozen weight cut needs two as well, and wins earlier.
-MIN_CHUNKED_ROWS = 48
-MIN_CHUNKED_ROWS_FROZEN = 512
+# Measured on CPUs (docs/loss.md), relative to chunked with many rows. Every block of r rows streams the weight three
+# times, which costs as much as the GEMMs of some more rows; cut has one more GEMM, with a frozen weight as many.
+ROWS_OVERHEAD = 14
+CUT_TIME = 1.33
+CUT_TIME_FROZEN = 1.02
+
 MAX_CHUNKED_ROWS = 512
 CUT_ROWS = 2048
 MIN_CUT_TILE = 256
@@ -37,10 +40,12 @@ class CrossEntropyPlan:
     rows: int  # rows (tokens) of logits alive at once
     vocab_tile: int  # columns of logits alive at once
     peak_bytes: int  # predicted peak above inputs and their gradients
+    lent_rows: int = 0  # first rows whose logits lie in the memory of the weight's gradient instead
 
     def __str__(self) -> str:
+        lent = f" after {self.lent_rows} in the weight's gradient" if self.lent_rows else ""
         return (
-            f"cross-entropy: {self.strategy}, {self.rows} rows x {self.vocab_tile} of the vocabulary at a time, "
+            f"cross-entropy: {self.strategy}, {self.rows} rows x {self.vocab_tile} of the vocabulary at a time{lent}, "
             f"predicted peak {self.peak_bytes / 2**20:.1f} MiB above inputs and gradients"
         )
 
@@ -113,9 +118,8 @@ def plan_cross_entropy(
         return shape.dense()
     if strategy == "auto" and chunk_size == "auto":
         chunked, cut = shape.chunked(memory_budget_bytes), shape.cut(memory_budget_bytes)
-        enough = MIN_CHUNKED_ROWS if weight_requires_grad else MIN_CHUNKED_ROWS_FROZEN
-        fits = chunked.peak_bytes <= memory_budget_bytes + SLACK_BYTES and chunked.rows >= min(enough, shape.rows)
-        return chunked if fits else cut
+        fits = chunked.peak_bytes <= memory_budget_bytes + SLACK_BYTES
+        return chunked if fits and shape.chunked_time(chunked) <= shape.cut_time() else cut
     rows = None if chunk_size == "auto" else min(chunk_size, shape.rows)
     return shape.cut(memory_budget_bytes, rows) if strategy == "cut" else shape.chunked(memory_budget_bytes, rows)
 
@@ -148,10 +152,26 @@ class _Shape:
         # pass, before the gradient exists, and with the gradient in the backward pass.
         summed = self.vocab_size * self.n_embd * self.item if self._widens_weight_grad else 0
         fixed = self.fixed_bytes(TILE_COLUMNS) + summed - (summed // self.item * self.dtype.itemsize)
+        lent_rows = 0
         if rows is None:
             fitting = min(budget // (self.vocab_size * self.item), (budget + SLACK_BYTES - fixed) // per_row)
             rows = min(_round_down(min(MAX_CHUNKED_ROWS, fitting)), self.rows)
-        return CrossEntropyPlan("chunked", rows, self.vocab_size, max(summed, rows * per_row + fixed))
+            if self.weight_requires_grad:
+                lent_rows = _round_down(min(self.n_embd, self.rows, budget // (2 * self.n_embd * self.item)))
+        lent = lent_rows * 2 * self.n_embd * self.item
+        if lent_rows:
+            lent += lent_tile_columns(lent_rows) * lent_rows * self.item
+        blocks = max(lent, rows * per_row if lent_rows < self.rows else 0)
+        return CrossEntropyPlan("chunked", rows, self.vocab_size, max(summed, blocks + fixed), lent_rows)
+
+    def chunked_time(self, plan: CrossEntropyPlan) -> float:
+        """Return the time of the plan per row, in passes of three GEMMs (two with a frozen weight)."""
+        lent = plan.lent_rows / self.rows
+        return lent + (1 - lent) * (1 + ROWS_OVERHEAD / plan.rows)
+
+    def cut_time(self) -> float:
+        """Return the time of cut per row, in the unit of `chunked_time`."""
+        return CUT_TIME if self.weight_requires_grad else CUT_TIME_FROZEN
 
     def cut(self, budget: int, rows: int | None = None) -> CrossEntropyPlan:
         rows = rows or min(CUT_ROWS, self.rows)

@@ -35,9 +35,12 @@ class SupervisedRows:
     def __len__(self) -> int:
         return self.target.numel()
 
-    def blocks(self, rows: int) -> Iterator[slice]:
-        """Yield slices of at most `rows` of the kept rows."""
-        for start in range(0, len(self), rows):
+    def blocks(self, rows: int, first: int = 0) -> Iterator[slice]:
+        """Yield slices of at most `rows` of the kept rows, the first of at most `first` where that is not 0."""
+        first = min(first, len(self))
+        if first > 0:
+            yield slice(0, first)
+        for start in range(first, len(self), rows):
             yield slice(start, min(start + rows, len(self)))
 
     def hidden(self, block: slice) -> Tensor:
