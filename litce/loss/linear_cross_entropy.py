@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from litce.loss.cut import CutCrossEntropy
 from litce.loss.dense import dense_losses
 from litce.loss.options import LossOptions
 from litce.loss.plan import DEFAULT_BUDGET_BYTES, CrossEntropyPlan, plan_cross_entropy
-from litce.loss.targets import check_targets
+from litce.loss.targets import check_operands, check_targets
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -90,6 +90,49 @@ def linear_cross_entropy(
     )
 
 
+def cut_cross_entropy(
+    hidden_states: Tensor,  # (..., D)
+    weight: Tensor,  # (V, D)
+    target_ids: Tensor,  # (...)
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    **options: Any,
+) -> Tensor:
+    """Return `linear_cross_entropy` by the strategy "cut"; `options` are its other keyword arguments."""
+    return linear_cross_entropy(
+        hidden_states, weight, target_ids, ignore_index=ignore_index, reduction=reduction, strategy="cut", **options
+    )
+
+
+def cut_cross_entropy_logprobs(
+    hidden_states: Tensor,  # (..., D)
+    weight: Tensor,  # (V, D)
+    target_ids: Tensor,  # (...)
+    *,
+    bias: Tensor | None = None,  # (V,)
+    ignore_index: int = -100,
+    logit_softcap: float | None = None,
+    logit_scale: float = 1.0,
+    memory_budget_bytes: int = DEFAULT_BUDGET_BYTES,
+) -> Tensor:
+    """Return `log p(target)` (...) of each token, fp32 and differentiable; 0 at ignored targets.
+
+    For losses over sequences such as DPO's and PPO's: sum over the last dimension for the log-probability of a
+    sequence. Arguments and errors as `linear_cross_entropy`.
+    """
+    return -cut_cross_entropy(
+        hidden_states,
+        weight,
+        target_ids,
+        ignore_index,
+        "none",
+        linear_bias=bias,
+        logit_softcap=logit_softcap,
+        logit_scale=logit_scale,
+        memory_budget_bytes=memory_budget_bytes,
+    )
+
+
 def run_plan(
     plan: CrossEntropyPlan,
     input: Tensor,  # (..., D)
@@ -162,21 +205,9 @@ def _check(
     ignore_index: int,
     reduction: str,
 ) -> None:
-    if weight.ndim != 2 or weight.shape[0] < 1:
-        raise ValueError(f"linear_weight has shape {tuple(weight.shape)}; (V, D) with V >= 1 is needed")
-    if input.ndim < 1 or input.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"input {tuple(input.shape)} does not fit linear_weight {tuple(weight.shape)}; the last sizes must agree"
-        )
-    if target.shape != input.shape[:-1]:
-        raise ValueError(f"target {tuple(target.shape)} does not fit input {tuple(input.shape)}; (...) and (..., D)")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"linear_bias {tuple(bias.shape)} does not fit linear_weight {tuple(weight.shape)}")
+    check_operands(input, weight, target, bias)
     if token_weights is not None and token_weights.shape != target.shape:
         raise ValueError(f"token_weights {tuple(token_weights.shape)} do not fit target {tuple(target.shape)}")
-    for name, tensor in (("input", input), ("linear_weight", weight)):
-        if not tensor.is_floating_point():
-            raise ValueError(f"{name} has dtype {tensor.dtype}; a floating-point dtype is needed")
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction={reduction!r}; choose mean, sum or none")
     check_targets(target, weight.shape[0], ignore_index)

@@ -1,4 +1,4 @@
-"""Checks of targets, shared by every loss."""
+"""Checks of operands and targets, shared by every loss."""
 
 from __future__ import annotations
 
@@ -22,3 +22,20 @@ def check_targets(target: Tensor, vocab_size: int, ignore_index: int) -> None:
             f"target {int(target[position])} at position {list(position)} is outside [0, {vocab_size}) and is not "
             f"ignore_index={ignore_index}; is the model's vocabulary smaller than the tokenizer's?"
         )
+
+
+def check_operands(input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:
+    """Raise ValueError unless `input` is (..., D), `weight` (V, D), `target` (...) and `bias` (V,) or None."""
+    if weight.ndim != 2 or weight.shape[0] < 1:
+        raise ValueError(f"linear_weight has shape {tuple(weight.shape)}; (V, D) with V >= 1 is needed")
+    if input.ndim < 1 or input.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"input {tuple(input.shape)} does not fit linear_weight {tuple(weight.shape)}; the last sizes must agree"
+        )
+    if target.shape != input.shape[:-1]:
+        raise ValueError(f"target {tuple(target.shape)} does not fit input {tuple(input.shape)}; (...) and (..., D)")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"linear_bias {tuple(bias.shape)} does not fit linear_weight {tuple(weight.shape)}")
+    for name, tensor in (("input", input), ("linear_weight", weight)):
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name} has dtype {tensor.dtype}; a floating-point dtype is needed")
