@@ -8,12 +8,14 @@ upstream gradient, so `reduction="none"` is served by cut.py, which recomputes.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from litce.loss.column_filter import ColumnFilter, add_filtered_grads_
 from litce.loss.options import LossOptions
 from litce.loss.projection import TILE_COLUMNS, Projection, new_input_product, operand_dtype, tiles
 from litce.loss.rows import exp_sum, exp_sum_, logits_grad_, read_target_, subtract_target_
@@ -26,16 +28,25 @@ Needs = tuple[bool, bool, bool]  # gradients of input, weight, bias
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
+@dataclass(frozen=True)
+class RowBlocks:
+    """How the rows are cut into blocks: `CrossEntropyPlan.rows`, `lent_rows` and `filter_tolerance`."""
+
+    rows: int
+    lent_rows: int
+    filter_tolerance: float
+
+
 def chunked_loss_and_grads(
-    rows: SupervisedRows, projection: Projection, row_weights: Tensor, chunk_size: int, lent_rows: int, needs: Needs
+    rows: SupervisedRows, projection: Projection, row_weights: Tensor, blocks: RowBlocks, needs: Needs
 ) -> tuple[Tensor, Grads]:
-    """Return `sum(row_weights * loss)` (0-dim) and its gradients, `chunk_size` rows of logits at a time.
+    """Return `sum(row_weights * loss)` (0-dim) and its gradients, `blocks.rows` rows of logits at a time.
 
     `row_weights` is (kept rows,). The gradient of the weight is fp32; that of the input has the input's dtype (fp32
     for fp16, whose range it would underflow before a loss scaler's factor reaches it).
 
-    The first `lent_rows` rows, at most D, cost no memory: until the first product is added to the weight's gradient,
-    (V, D) in fp32, its memory holds their logits (V, rows).
+    The first `blocks.lent_rows` rows, at most D, cost no memory: until the first product is added to the weight's
+    gradient, (V, D) in fp32, its memory holds their logits (V, rows).
     """
     need_input, need_weight, need_bias = needs
     vocab_size, n_embd = projection.weight.shape
@@ -44,14 +55,16 @@ def chunked_loss_and_grads(
     input_grad = rows.new_grad(held_dtype(rows.input)) if need_input else None
     weight_grad = torch.empty((vocab_size, n_embd), dtype=dtype, device=device) if need_weight else None
     bias_grad = torch.zeros(vocab_size, dtype=dtype, device=device) if need_bias else None
-    lent_rows = 0 if weight_grad is None else min(lent_rows, n_embd)
+    lent_rows = 0 if weight_grad is None else min(blocks.lent_rows, n_embd)
+    if weight_grad is not None and (blocks.filter_tolerance or len(rows) == 0):
+        weight_grad.zero_()
     buffer = None
 
-    for block in rows.blocks(chunk_size, first=lent_rows):
+    for block in rows.blocks(blocks.rows, first=lent_rows):
         x, target = projection.operand(rows.hidden(block)), rows.target[block]
         lender = weight_grad if block.start < lent_rows else None
         if lender is None and buffer is None:
-            buffer = torch.empty(vocab_size * min(chunk_size, len(rows)), dtype=dtype, device=device)
+            buffer = torch.empty(vocab_size * min(blocks.rows, len(rows)), dtype=dtype, device=device)
         storage = buffer if lender is None else lender.view(-1)
         assert storage is not None
         logits = storage[: vocab_size * len(target)].view(vocab_size, -1)
@@ -64,16 +77,18 @@ def chunked_loss_and_grads(
             bias_grad.addmv_(logits, row_scale)
         scaled = (x * row_scale[:, None]).to(projection.dtype) if need_weight else x
         product = new_input_product(x, dtype).zero_() if need_input else None
-        for tile, columns in _tiles(logits) if lender is None else _lent_tiles(logits):
-            if product is not None:
-                projection.input_grad_(product, columns, tile.start, accumulate=True)
-            if weight_grad is not None:
-                projection.weight_grad_(weight_grad[tile], columns, scaled, accumulate=block.start > 0)
+        if blocks.filter_tolerance:
+            kept = ColumnFilter(blocks.filter_tolerance, vocab_size).kept(logits, total, target, 0)
+            add_filtered_grads_(projection, logits, 0, kept, product, weight_grad, scaled)
+        else:
+            for tile, columns in _tiles(logits) if lender is None else _lent_tiles(logits):
+                if product is not None:
+                    projection.input_grad_(product, columns, tile.start, accumulate=True)
+                if weight_grad is not None:
+                    projection.weight_grad_(weight_grad[tile], columns, scaled, accumulate=block.start > 0)
         if input_grad is not None and product is not None:
             rows.write(input_grad, block, product.mul_(row_scale[:, None]))
 
-    if weight_grad is not None and len(rows) == 0:
-        weight_grad.zero_()
     return loss, (input_grad, weight_grad, bias_grad)
 
 
@@ -131,7 +146,7 @@ def held_dtype(input: Tensor) -> torch.dtype:
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """`apply(input, weight, bias, target, row_weights, ignore_index, options, chunk_size, lent_rows)` -> weighted sum.
+    """`apply(input, weight, bias, target, row_weights, ignore_index, options, blocks)` -> weighted sum of losses.
 
     `row_weights` is 0-dim or in the shape of `target`, and gets no gradient. The result is 0-dim and fp32.
     """
@@ -146,10 +161,9 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         row_weights: Tensor,
         ignore_index: int,
         options: LossOptions,
-        chunk_size: int,
-        lent_rows: int,
+        blocks: RowBlocks,
     ) -> Tensor:
-        ctx.settings = ignore_index, options, (chunk_size, lent_rows), operand_dtype(weight)
+        ctx.settings = ignore_index, options, blocks, operand_dtype(weight)
         ctx.save_for_backward(input, weight, bias, target, row_weights)
         loss, ctx.grads = _run(ctx, input, weight, bias, target, row_weights)
         return loss
@@ -166,19 +180,18 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         del grads
         if input_grad is not None:
             input_grad = input_grad.view(input_shape)
-        return input_grad, weight_grad, bias_grad, None, None, None, None, None, None
+        return input_grad, weight_grad, bias_grad, None, None, None, None, None
 
 
 def _run(
     ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, row_weights: Tensor
 ) -> tuple[Tensor, Grads]:
-    ignore_index, options, block_sizes, dtype = ctx.settings
+    ignore_index, options, blocks, dtype = ctx.settings
     ctx.like = input.shape, (input.dtype, weight.dtype, None if bias is None else bias.dtype)
     rows = SupervisedRows(input, target, ignore_index)
     projection = Projection(weight, bias, options, dtype)
-    chunk_size, lent_rows = block_sizes
     needs = tuple(ctx.needs_input_grad[:3])
-    return chunked_loss_and_grads(rows, projection, rows.select(row_weights), chunk_size, lent_rows, needs)
+    return chunked_loss_and_grads(rows, projection, rows.select(row_weights), blocks, needs)
 
 
 def scale_grad_(grad: Tensor | None, upstream: Tensor, dtype: torch.dtype) -> Tensor | None:

@@ -17,10 +17,23 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from litce.loss.chunked import held_dtype, scale_grad_
+from litce.loss.column_filter import ColumnFilter, add_filtered_grads_
 from litce.loss.options import LossOptions
 from litce.loss.projection import Projection, new_input_product, operand_dtype
 from litce.loss.rows import block_max, capped_exp_sum_, exp_, exp_sum_, logits_grad_, read_target_
 from litce.loss.supervised_rows import SupervisedRows
+
+
+@dataclass(frozen=True)
+class TileBlocks:
+    """The size of a tile: `CrossEntropyPlan.rows`, `vocab_tile` and `filter_tolerance`."""
+
+    rows: int
+    vocab_tile: int
+    filter_tolerance: float
+
+    def new_filter(self, vocab_size: int) -> ColumnFilter | None:
+        return ColumnFilter(self.filter_tolerance, vocab_size) if self.filter_tolerance else None
 
 
 @dataclass(frozen=True)
@@ -36,7 +49,7 @@ class RowStatistics:
 
 
 def cut_row_losses(
-    rows: SupervisedRows, projection: Projection, block_rows: int, vocab_tile: int, need_input: bool
+    rows: SupervisedRows, projection: Projection, blocks: TileBlocks, need_input: bool
 ) -> tuple[Tensor, RowStatistics, Tensor | None]:
     """Return the losses and statistics of the kept rows, and the input's gradient (all rows, D) or None.
 
@@ -45,17 +58,19 @@ def cut_row_losses(
     device, dtype = rows.input.device, projection.accumulate_dtype
     vocab_size, options = projection.vocab_size, projection.options
     losses, *statistics = (torch.empty(len(rows), dtype=dtype, device=device) for _ in range(4))
-    kept = RowStatistics(*statistics)
+    row_statistics = RowStatistics(*statistics)
     input_grad = rows.new_grad(held_dtype(rows.input)) if need_input else None
-    buffer = _tile_buffer(rows, vocab_size, block_rows, vocab_tile, dtype)
+    vocab_tile = blocks.vocab_tile
+    buffer = _tile_buffer(rows, vocab_size, blocks, dtype)
     uniform = projection.weight_sum() if need_input and options.label_smoothing else None
 
-    for block in rows.blocks(block_rows):
+    for block in rows.blocks(blocks.rows):
         x, target = projection.operand(rows.hidden(block)), rows.target[block]
         row_max = torch.full((len(target),), torch.finfo(dtype).min, dtype=dtype, device=device)
         total, target_logit = torch.zeros_like(row_max), torch.full_like(row_max, torch.nan)
         logit_sum = torch.zeros_like(row_max) if options.label_smoothing else None
-        weighted = new_input_product(x, dtype) if need_input else None
+        weighted = new_input_product(x, dtype).zero_() if need_input else None
+        column_filter = blocks.new_filter(vocab_size)
         if uniform is not None and options.logit_softcap is not None:
             uniform = new_input_product(x, dtype)
         for start in range(0, vocab_size, vocab_tile):
@@ -77,7 +92,12 @@ def cut_row_losses(
                 total = total * shrink + capped_exp_sum_(logits, row_max, options)
             if start > 0:
                 weighted.mul_(shrink[:, None])
-            projection.input_grad_(weighted, logits, start, accumulate=start > 0)
+            if column_filter is None:
+                projection.input_grad_(weighted, logits, start, accumulate=start > 0)
+            else:
+                # The running sum is at most the final one, so that these masses bound the final ones from above.
+                kept = column_filter.kept(logits, total, target, start)
+                add_filtered_grads_(projection, logits, start, kept, weighted, None, None)
         losses[block] = options.row_losses(row_max, total, target_logit, logit_sum, vocab_size)
         for column, value in zip(statistics, (row_max, total, target_logit), strict=True):
             column[block] = value
@@ -85,7 +105,7 @@ def cut_row_losses(
             weighted.mul_((options.softmax_weight(row_max, total) / total)[:, None])
             _subtract_constant_terms_(weighted, projection, target, target_logit, uniform)
             rows.write(input_grad, block, weighted.mul_(options.logit_scale))
-    return losses, kept, input_grad
+    return losses, row_statistics, input_grad
 
 
 def _subtract_constant_terms_(
@@ -112,8 +132,7 @@ def _subtract_constant_terms_(
 def cut_weight_grads(
     rows: SupervisedRows,
     projection: Projection,
-    block_rows: int,
-    vocab_tile: int,
+    blocks: TileBlocks,
     statistics: RowStatistics,
     upstream: Tensor,
     needs: tuple[bool, bool],
@@ -127,7 +146,9 @@ def cut_weight_grads(
     vocab_size, n_embd = weight.shape
     weight_grad = torch.empty((vocab_size, n_embd), dtype=weight.dtype, device=device) if needs[0] else None
     bias_grad = torch.zeros(vocab_size, dtype=dtype, device=device) if needs[1] else None
-    buffer = _tile_buffer(rows, vocab_size, block_rows, vocab_tile, dtype)
+    vocab_tile = blocks.vocab_tile
+    buffer = _tile_buffer(rows, vocab_size, blocks, dtype)
+    filters = [blocks.new_filter(vocab_size) for _ in rows.blocks(blocks.rows)]
     coefficients = upstream.to(dtype) * (options.logit_scale / statistics.exp_sum)
 
     for start in range(0, vocab_size, vocab_tile):
@@ -137,15 +158,19 @@ def cut_weight_grads(
             tile_grad = weight_grad[start:stop]
             if tile_grad.dtype != dtype:
                 tile_grad = torch.empty_like(tile_grad, dtype=dtype)
-            if len(rows) == 0:
+            if len(rows) == 0 or blocks.filter_tolerance:
                 tile_grad.zero_()
-        for block in rows.blocks(block_rows):
+        for block, column_filter in zip(rows.blocks(blocks.rows), filters, strict=True):
             x, target = projection.operand(rows.hidden(block)), rows.target[block]
             logits = projection.logits_(_tile(buffer, start, vocab_size, vocab_tile, len(target)), x, start)
             logits_grad_(logits, target, start, *statistics[block], options, vocab_size)
             if tile_grad is not None:
                 scaled = (x * coefficients[block, None]).to(projection.dtype)
-                projection.weight_grad_(tile_grad, logits, scaled, accumulate=block.start > 0)
+                if column_filter is None:
+                    projection.weight_grad_(tile_grad, logits, scaled, accumulate=block.start > 0)
+                else:
+                    kept = column_filter.kept(logits, statistics.exp_sum[block], target, start)
+                    add_filtered_grads_(projection, logits, start, kept, None, tile_grad, scaled)
             if bias_grad is not None:
                 bias_grad[start:stop].addmv_(logits, coefficients[block])
         if weight_grad is not None and tile_grad is not None and tile_grad.dtype != weight_grad.dtype:
@@ -154,7 +179,7 @@ def cut_weight_grads(
 
 
 class CutCrossEntropy(torch.autograd.Function):
-    """`apply(input, weight, bias, target, ignore_index, options, rows, vocab_tile)` -> losses (...) in fp32.
+    """`apply(input, weight, bias, target, ignore_index, options, blocks)` -> losses (...) in fp32.
 
     They are 0 where the target is ignored.
     """
@@ -168,12 +193,11 @@ class CutCrossEntropy(torch.autograd.Function):
         target: Tensor,
         ignore_index: int,
         options: LossOptions,
-        block_rows: int,
-        vocab_tile: int,
+        blocks: TileBlocks,
     ) -> Tensor:
-        ctx.settings = ignore_index, options, block_rows, vocab_tile, operand_dtype(weight)
+        ctx.settings = ignore_index, options, blocks, operand_dtype(weight)
         rows, projection = _operands(ctx, input, weight, bias, target)
-        losses, kept, ctx.input_grad = cut_row_losses(rows, projection, block_rows, vocab_tile, ctx.needs_input_grad[0])
+        losses, kept, ctx.input_grad = cut_row_losses(rows, projection, blocks, ctx.needs_input_grad[0])
         ctx.save_for_backward(input, weight, bias, target, kept.row_max, kept.exp_sum, kept.target_logit)
         return rows.scatter(losses).view(target.shape)
 
@@ -181,13 +205,13 @@ class CutCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, bias, target, *statistics = ctx.saved_tensors
-        block_rows, vocab_tile = ctx.settings[2:4]
+        blocks = ctx.settings[2]
         need_input, *need_weights = ctx.needs_input_grad[:3]
         rows, projection = _operands(ctx, input, weight, bias, target)
         # The buffer is handed over, not copied: a second backward of a retained graph makes it again.
         input_grad, ctx.input_grad = ctx.input_grad, None
         if need_input and input_grad is None:
-            _, _, input_grad = cut_row_losses(rows, projection, block_rows, vocab_tile, True)
+            _, _, input_grad = cut_row_losses(rows, projection, blocks, True)
         upstream = upstream.reshape(-1)
         if input_grad is not None:
             input_grad = scale_grad_(input_grad, upstream[:, None], input.dtype)
@@ -198,24 +222,23 @@ class CutCrossEntropy(torch.autograd.Function):
             weight_grad, bias_grad = cut_weight_grads(
                 rows,
                 projection,
-                block_rows,
-                vocab_tile,
+                blocks,
                 RowStatistics(*statistics),
                 rows.select(upstream),
                 tuple(need_weights),
             )
-        return input_grad, weight_grad, bias_grad, None, None, None, None, None
+        return input_grad, weight_grad, bias_grad, None, None, None, None
 
 
 def _operands(
     ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor
 ) -> tuple[SupervisedRows, Projection]:
-    ignore_index, options, _, _, dtype = ctx.settings
+    ignore_index, options, _, dtype = ctx.settings
     return SupervisedRows(input, target, ignore_index), Projection(weight, bias, options, dtype)
 
 
-def _tile_buffer(rows: SupervisedRows, vocab_size: int, block_rows: int, vocab_tile: int, dtype: torch.dtype) -> Tensor:
-    size = min(block_rows, len(rows)) * min(vocab_tile, vocab_size)
+def _tile_buffer(rows: SupervisedRows, vocab_size: int, blocks: TileBlocks, dtype: torch.dtype) -> Tensor:
+    size = min(blocks.rows, len(rows)) * min(blocks.vocab_tile, vocab_size)
     return torch.empty(size, dtype=dtype, device=rows.input.device)
 
 

@@ -7,8 +7,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from litce.loss.chunked import ChunkedCrossEntropy
-from litce.loss.cut import CutCrossEntropy
+from litce.loss.chunked import ChunkedCrossEntropy, RowBlocks
+from litce.loss.cut import CutCrossEntropy, TileBlocks
 from litce.loss.dense import dense_losses
 from litce.loss.options import LossOptions
 from litce.loss.plan import DEFAULT_BUDGET_BYTES, CrossEntropyPlan, plan_cross_entropy
@@ -57,14 +57,13 @@ def linear_cross_entropy(
             fits the budget.
         chunk_size: rows of logits alive at once, 0 for all of them, "auto" to fit the budget.
         memory_budget_bytes: what "auto" may use above inputs and gradients, in bytes.
+        filter_tolerance: share of the predicted probability, averaged over the rows of a block, whose gradient may be
+            dropped to save time, in [0, 1); 0 is exact. See `ColumnFilter` for the bound on the gradients.
 
     Raises:
         ValueError: for shapes, dtypes or options that do not go together, or a target outside [0, V) on the CPU.
-        NotImplementedError: for an option that no strategy has yet.
         RuntimeError: from a second derivative; the loss can be differentiated once.
     """
-    if filter_tolerance != 0.0:
-        raise NotImplementedError(f"filter_tolerance={filter_tolerance} is not supported yet; leave it at 0")
     options = LossOptions(label_smoothing, z_loss, logit_softcap, logit_scale)
     plan = plan_cross_entropy(
         target.numel(),
@@ -76,6 +75,7 @@ def linear_cross_entropy(
         chunk_size=chunk_size,
         strategy=strategy,
         memory_budget_bytes=memory_budget_bytes,
+        filter_tolerance=filter_tolerance,
     )
     return run_plan(
         plan,
@@ -149,6 +149,9 @@ def run_plan(
     _check(input, weight, target, bias, token_weights, ignore_index, reduction)
     if token_weights is not None:
         token_weights = torch.where(target != ignore_index, token_weights, 0)
+    if plan.filter_tolerance and (options.label_smoothing or options.z_loss):
+        name = "label_smoothing" if options.label_smoothing else "z_loss"
+        raise ValueError(f"filter_tolerance={plan.filter_tolerance} does not go with {name}; set one of them to 0")
     divisor = None if reduction != "mean" else _mean_divisor(target, ignore_index, token_weights)
     # Gradients made in the forward pass know neither a gradient per row nor one for the weights of the rows.
     per_row = reduction == "none" or (token_weights is not None and token_weights.requires_grad)
@@ -165,14 +168,17 @@ def run_plan(
             row_weights,
             ignore_index,
             options,
-            plan.rows,
-            plan.lent_rows,
+            RowBlocks(plan.rows, plan.lent_rows, plan.filter_tolerance),
         )
     if plan.strategy == "dense":
         losses = dense_losses(input.to(weight.dtype), weight, bias, target, ignore_index, options)
     else:
         losses = CutCrossEntropy.apply(
-            *_without_graph(input, weight, bias), target, ignore_index, options, plan.rows, plan.vocab_tile
+            *_without_graph(input, weight, bias),
+            target,
+            ignore_index,
+            options,
+            TileBlocks(plan.rows, plan.vocab_tile, plan.filter_tolerance),
         )
     if token_weights is not None:
         losses = losses * token_weights.to(losses.dtype)

@@ -41,11 +41,14 @@ class CrossEntropyPlan:
     vocab_tile: int  # columns of logits alive at once
     peak_bytes: int  # predicted peak above inputs and their gradients
     lent_rows: int = 0  # first rows whose logits lie in the memory of the weight's gradient instead
+    filter_tolerance: float = 0.0  # share of the probability whose gradient may be dropped
 
     def __str__(self) -> str:
         lent = f" after {self.lent_rows} in the weight's gradient" if self.lent_rows else ""
+        filtered = f", dropping at most {self.filter_tolerance:g} of it" if self.filter_tolerance else ""
         return (
-            f"cross-entropy: {self.strategy}, {self.rows} rows x {self.vocab_tile} of the vocabulary at a time{lent}, "
+            f"cross-entropy: {self.strategy}, {self.rows} rows x {self.vocab_tile} of the vocabulary at a time"
+            f"{lent}{filtered}, "
             f"predicted peak {self.peak_bytes / 2**20:.1f} MiB above inputs and gradients"
         )
 
@@ -91,6 +94,7 @@ def plan_cross_entropy(
     chunk_size: int | Literal["auto"] = "auto",
     strategy: Literal["auto", "dense", "chunked", "cut"] = "auto",
     memory_budget_bytes: int = DEFAULT_BUDGET_BYTES,
+    filter_tolerance: float = 0.0,
 ) -> CrossEntropyPlan:
     """Return the plan of a loss over (num_rows, n_embd) hidden states and a (vocab_size, n_embd) weight of `dtype`.
 
@@ -106,6 +110,10 @@ def plan_cross_entropy(
     check_chunk_size("chunk_size", chunk_size)
     if memory_budget_bytes < 1:
         raise ValueError(f"memory_budget_bytes={memory_budget_bytes}; give a positive number of bytes")
+    if not 0.0 <= filter_tolerance < 1.0:
+        raise ValueError(f"filter_tolerance={filter_tolerance}; give a number in [0, 1)")
+    if filter_tolerance and (strategy == "dense" or chunk_size == 0):
+        raise ValueError(f"filter_tolerance={filter_tolerance} needs strategy chunked, cut or auto; dense is exact")
     if chunk_size == 0:
         if strategy in ("chunked", "cut"):
             raise ValueError(
@@ -113,7 +121,7 @@ def plan_cross_entropy(
                 'give a number of rows or "auto"'
             )
         strategy = "dense"
-    shape = _Shape(max(1, num_rows), vocab_size, n_embd, dtype, weight_requires_grad)
+    shape = _Shape(max(1, num_rows), vocab_size, n_embd, dtype, weight_requires_grad, filter_tolerance)
     if strategy == "dense":
         return shape.dense()
     if strategy == "auto" and chunk_size == "auto":
@@ -131,6 +139,7 @@ class _Shape:
     n_embd: int
     dtype: torch.dtype
     weight_requires_grad: bool
+    filter_tolerance: float
 
     @property
     def item(self) -> int:
@@ -140,6 +149,10 @@ class _Shape:
         """Row statistics, and the widened tile of a 16-bit weight, at most `columns` of the vocabulary."""
         widened_tile = min(CAST_TILE_BYTES, min(columns, self.vocab_size) * self.n_embd * self.item)
         return 8 * self.rows * self.item + (widened_tile if self.dtype.itemsize < 4 else 0)
+
+    def filtered_bytes(self, rows: int) -> int:
+        """Copies of kept columns of logits, weight and its gradient, where there is a filter."""
+        return TILE_COLUMNS * (rows + 2 * self.n_embd) * self.item if self.filter_tolerance else 0
 
     def dense(self) -> CrossEntropyPlan:
         # Logits, log-probabilities and their gradient; a 16-bit GEMM adds its own copy of the first and the last.
@@ -156,13 +169,14 @@ class _Shape:
         if rows is None:
             fitting = min(budget // (self.vocab_size * self.item), (budget + SLACK_BYTES - fixed) // per_row)
             rows = min(_round_down(min(MAX_CHUNKED_ROWS, fitting)), self.rows)
-            if self.weight_requires_grad:
+            if self.weight_requires_grad and not self.filter_tolerance:
                 lent_rows = _round_down(min(self.n_embd, self.rows, budget // (2 * self.n_embd * self.item)))
         lent = lent_rows * 2 * self.n_embd * self.item
         if lent_rows:
             lent += lent_tile_columns(lent_rows) * lent_rows * self.item
         blocks = max(lent, rows * per_row if lent_rows < self.rows else 0)
-        return CrossEntropyPlan("chunked", rows, self.vocab_size, max(summed, blocks + fixed), lent_rows)
+        peak = max(summed, blocks + fixed) + self.filtered_bytes(rows)
+        return CrossEntropyPlan("chunked", rows, self.vocab_size, peak, lent_rows, self.filter_tolerance)
 
     def chunked_time(self, plan: CrossEntropyPlan) -> float:
         """Return the time of the plan per row, in passes of three GEMMs (two with a frozen weight)."""
@@ -183,7 +197,8 @@ class _Shape:
                 break
             rows //= 2
         tile = min(self.vocab_size, max(MIN_CUT_TILE, min(MAX_CUT_TILE, tile // 256 * 256)))
-        return CrossEntropyPlan("cut", rows, tile, tile * per_column + fixed)
+        peak = tile * per_column + fixed + self.filtered_bytes(rows)
+        return CrossEntropyPlan("cut", rows, tile, peak, filter_tolerance=self.filter_tolerance)
 
     @property
     def _widens_weight_grad(self) -> bool:
