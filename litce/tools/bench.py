@@ -41,7 +41,7 @@ def loss(
         dtype: of hidden states and weight.
         contenders: subset of dense, logits_chunked, rows_checkpoint, vocab_checkpoint, torch, gemms, litce.
         rounds: how often the contenders take turns.
-        repeats: timed passes per process, the best of which counts.
+        repeats: passes per process, the best of which counts.
         memory_budget_bytes: litce's budget, e.g. 33554432, 32MiB or 192MiB.
         json: write the rows to this file too.
     """
