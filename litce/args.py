@@ -69,6 +69,8 @@ class TrainArgs:
     """Rows (tokens) of logits alive at once in the loss; 0 computes all at once, auto picks what fits the budget"""
     memory_budget_bytes: int | str = 33_554_432
     """Memory that the loss may use above its inputs and their gradients, in bytes or as 256MiB or 2GB"""
+    cross_entropy_filter_tolerance: float = 0.0
+    """Share of the predicted probability whose gradient may be dropped to save time, such as 0.001; 0 is exact"""
 
     def __post_init__(self) -> None:
         self.memory_budget_bytes = parse_bytes(self.memory_budget_bytes)

@@ -224,11 +224,13 @@ def resolve_plan(
             chunk_size=train.cross_entropy_chunk_size,
             strategy=train.cross_entropy,
             memory_budget_bytes=train.memory_budget_bytes,
+            filter_tolerance=train.cross_entropy_filter_tolerance,
         )
     except ValueError as error:
         raise UsageError(
             f"--train.cross_entropy {train.cross_entropy} with --train.cross_entropy_chunk_size "
-            f"{train.cross_entropy_chunk_size}: {error}"
+            f"{train.cross_entropy_chunk_size} and --train.cross_entropy_filter_tolerance "
+            f"{train.cross_entropy_filter_tolerance}: {error}"
         ) from error
 
 

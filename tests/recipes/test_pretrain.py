@@ -343,6 +343,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
             "_steps 1 is not .* at most 0",
         ),
         ({"train": train_args(max_seq_length=9)}, "--train.max_seq_length 9 is above .* 8"),
+        ({"train": train_args(cross_entropy_filter_tolerance=1.5)}, "filter_tolerance 1.5"),
         ({"train": train_args(cross_entropy="cut", cross_entropy_chunk_size=0)}, "--train.cross_entropy cut with"),
         ({"train": train_args(min_lr=1.0)}, "--train.min_lr 1.0 is above"),
         ({"optimizer": "Adamm"}, "--optimizer Adamm"),
