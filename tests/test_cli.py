@@ -148,8 +148,8 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    words = "--data tests.tiny.Numbers --train.max_steps 2 --eval.prompt null --train.log_interval 1"
-    model = "--model_config.block_size 8 --model_config.n_embd 16 --model_config.n_layer 1"
+    words = "--data tests.tiny.Numbers --train.max_steps 2 --train.max_seq_length 8 --eval.prompt null"
+    model = "--model_config.block_size 8 --model_config.n_embd 16 --model_config.n_layer 1 --train.log_interval 1"
     cli.main(["pretrain", "--out_dir", str(tmp_path), *words.split(), *model.split()])
     assert "trained 2 steps" in capsys.readouterr().out
     assert list(logged(tmp_path)) == [1, 2]
