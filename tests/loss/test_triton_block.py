@@ -1,4 +1,4 @@
-"""The Triton kernels against the torch operators and fp64: on a GPU where there is one, else in Triton's interpreter."""
+"""The Triton kernels against the torch operators and fp64, on a GPU or else in the interpreter of Triton."""
 
 import pytest
 import torch
