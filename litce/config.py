@@ -55,7 +55,7 @@ class Config:
     vocab_size: int = 50257
     """Number of token ids in use."""
     padded_vocab_size: int | None = None
-    """Rows of the embedding and of the head; `vocab_size` when not given."""
+    """Rows of the embedding and of the head; `vocab_size` when not given. The loss leaves out those after it."""
     n_layer: int = 12
     """Number of transformer blocks."""
     n_head: int = 12
@@ -88,6 +88,8 @@ class Config:
     """Whether attention and MLP both read the block's input (GPT-NeoX), instead of one after the other."""
     tie_embeddings: bool = True
     """Whether the head's weight is the token embedding itself."""
+    fp32_head: bool = False
+    """Whether the head multiplies in fp32 whatever the precision of the run."""
 
     def __post_init__(self) -> None:
         for field in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
@@ -99,7 +101,7 @@ class Config:
         self.qkv_bias = self.bias if self.qkv_bias is None else self.qkv_bias
         for field in ("padded_vocab_size", "n_query_groups", "intermediate_size"):
             _check_positive_int(field, getattr(self, field))
-        for field in ("bias", "qkv_bias", "parallel_residual", "tie_embeddings"):
+        for field in ("bias", "qkv_bias", "parallel_residual", "tie_embeddings", "fp32_head"):
             if not isinstance(getattr(self, field), bool):
                 raise UsageError(f"{field}: must be true or false, got {getattr(self, field)!r}")
         for field in ("norm_eps", "rotary_percentage", "rope_base"):

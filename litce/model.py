@@ -24,7 +24,9 @@ class GPT(nn.Module):
         assert config.padded_vocab_size is not None
         self.config = config
         self.transformer = Transformer(config)
-        self.lm_head = LMHead(config.n_embd, config.padded_vocab_size, bias=False)
+        self.lm_head = LMHead(
+            config.n_embd, config.padded_vocab_size, vocab_size=config.vocab_size, fp32=config.fp32_head
+        )
         self._max_seq_length = config.block_size
         if config.tie_embeddings:
             self.tie_weights()

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from litce.loss.column_filter import ColumnFilter, add_filtered_grads_
+from litce.loss.function import LossSettings, guarded_backward, guarded_forward
 from litce.loss.options import LossOptions
-from litce.loss.projection import TILE_COLUMNS, Projection, new_input_product, operand_dtype, tiles
+from litce.loss.projection import TILE_COLUMNS, Projection, new_input_product, tiles
 from litce.loss.rows import exp_sum, exp_sum_, logits_grad_, read_target_, subtract_target_
 from litce.loss.supervised_rows import SupervisedRows
 
@@ -49,15 +49,16 @@ def chunked_loss_and_grads(
     gradient, (V, D) in fp32, its memory holds their logits (V, rows).
     """
     need_input, need_weight, need_bias = needs
-    vocab_size, n_embd = projection.weight.shape
+    vocab_size, n_embd = projection.vocab_size, projection.weight.shape[1]
     device, dtype = rows.input.device, projection.accumulate_dtype
     loss = torch.zeros((), dtype=dtype, device=device)
     input_grad = rows.new_grad(held_dtype(rows.input)) if need_input else None
-    weight_grad = torch.empty((vocab_size, n_embd), dtype=dtype, device=device) if need_weight else None
-    bias_grad = torch.zeros(vocab_size, dtype=dtype, device=device) if need_bias else None
+    weight_grad = torch.empty(projection.weight.shape, dtype=dtype, device=device) if need_weight else None
+    bias_grad = torch.zeros(len(projection.weight), dtype=dtype, device=device) if need_bias else None
     lent_rows = 0 if weight_grad is None else min(blocks.lent_rows, n_embd)
-    if weight_grad is not None and (blocks.filter_tolerance or len(rows) == 0):
-        weight_grad.zero_()
+    if weight_grad is not None:
+        unwritten = 0 if blocks.filter_tolerance or len(rows) == 0 else vocab_size
+        weight_grad[unwritten:].zero_()
     buffer = None
 
     for block in rows.blocks(blocks.rows, first=lent_rows):
@@ -74,7 +75,7 @@ def chunked_loss_and_grads(
             continue
         row_scale = row_weights[block] * (projection.options.logit_scale / total)
         if bias_grad is not None:
-            bias_grad.addmv_(logits, row_scale)
+            bias_grad[:vocab_size].addmv_(logits, row_scale)
         scaled = (x * row_scale[:, None]).to(projection.dtype) if need_weight else x
         product = new_input_product(x, dtype).zero_() if need_input else None
         if blocks.filter_tolerance:
@@ -146,12 +147,13 @@ def held_dtype(input: Tensor) -> torch.dtype:
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """`apply(input, weight, bias, target, row_weights, ignore_index, options, blocks)` -> weighted sum of losses.
+    """`apply(input, weight, bias, target, row_weights, settings, blocks)` -> weighted sum of losses.
 
     `row_weights` is 0-dim or in the shape of `target`, and gets no gradient. The result is 0-dim and fp32.
     """
 
     @staticmethod
+    @guarded_forward
     def forward(
         ctx: Any,
         input: Tensor,
@@ -159,17 +161,16 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         target: Tensor,
         row_weights: Tensor,
-        ignore_index: int,
-        options: LossOptions,
+        settings: LossSettings,
         blocks: RowBlocks,
     ) -> Tensor:
-        ctx.settings = ignore_index, options, blocks, operand_dtype(weight)
+        ctx.settings, ctx.blocks = settings, blocks
         ctx.save_for_backward(input, weight, bias, target, row_weights)
         loss, ctx.grads = _run(ctx, input, weight, bias, target, row_weights)
         return loss
 
     @staticmethod
-    @once_differentiable
+    @guarded_backward
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         # The buffers are handed over, not copied: a second backward of a retained graph makes them again.
         grads, ctx.grads = ctx.grads, None
@@ -180,18 +181,16 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         del grads
         if input_grad is not None:
             input_grad = input_grad.view(input_shape)
-        return input_grad, weight_grad, bias_grad, None, None, None, None, None
+        return input_grad, weight_grad, bias_grad, None, None, None, None
 
 
 def _run(
     ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, row_weights: Tensor
 ) -> tuple[Tensor, Grads]:
-    ignore_index, options, blocks, dtype = ctx.settings
     ctx.like = input.shape, (input.dtype, weight.dtype, None if bias is None else bias.dtype)
-    rows = SupervisedRows(input, target, ignore_index)
-    projection = Projection(weight, bias, options, dtype)
+    rows, projection = ctx.settings.rows(input, target), ctx.settings.projection(weight, bias)
     needs = tuple(ctx.needs_input_grad[:3])
-    return chunked_loss_and_grads(rows, projection, rows.select(row_weights), blocks, needs)
+    return chunked_loss_and_grads(rows, projection, rows.select(row_weights), ctx.blocks, needs)
 
 
 def scale_grad_(grad: Tensor | None, upstream: Tensor, dtype: torch.dtype) -> Tensor | None:

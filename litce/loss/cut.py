@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from litce.loss.chunked import held_dtype, scale_grad_
 from litce.loss.column_filter import ColumnFilter, add_filtered_grads_
-from litce.loss.options import LossOptions
-from litce.loss.projection import Projection, new_input_product, operand_dtype
+from litce.loss.function import LossSettings, guarded_backward, guarded_forward
+from litce.loss.projection import Projection, new_input_product
 from litce.loss.rows import block_max, capped_exp_sum_, exp_, exp_sum_, logits_grad_, read_target_
 from litce.loss.supervised_rows import SupervisedRows
 
@@ -143,10 +142,11 @@ def cut_weight_grads(
     """
     device, dtype = rows.input.device, projection.accumulate_dtype
     weight, bias, options = projection.weight, projection.bias, projection.options
-    vocab_size, n_embd = weight.shape
-    weight_grad = torch.empty((vocab_size, n_embd), dtype=weight.dtype, device=device) if needs[0] else None
-    bias_grad = torch.zeros(vocab_size, dtype=dtype, device=device) if needs[1] else None
-    vocab_tile = blocks.vocab_tile
+    vocab_size, vocab_tile = projection.vocab_size, blocks.vocab_tile
+    weight_grad = torch.empty(weight.shape, dtype=weight.dtype, device=device) if needs[0] else None
+    if weight_grad is not None:
+        weight_grad[vocab_size:].zero_()
+    bias_grad = torch.zeros(len(weight), dtype=dtype, device=device) if needs[1] else None
     buffer = _tile_buffer(rows, vocab_size, blocks, dtype)
     filters = [blocks.new_filter(vocab_size) for _ in rows.blocks(blocks.rows)]
     coefficients = upstream.to(dtype) * (options.logit_scale / statistics.exp_sum)
@@ -179,35 +179,35 @@ def cut_weight_grads(
 
 
 class CutCrossEntropy(torch.autograd.Function):
-    """`apply(input, weight, bias, target, ignore_index, options, blocks)` -> losses (...) in fp32.
+    """`apply(input, weight, bias, target, settings, blocks)` -> losses (...) in fp32.
 
     They are 0 where the target is ignored.
     """
 
     @staticmethod
+    @guarded_forward
     def forward(
         ctx: Any,
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None,
         target: Tensor,
-        ignore_index: int,
-        options: LossOptions,
+        settings: LossSettings,
         blocks: TileBlocks,
     ) -> Tensor:
-        ctx.settings = ignore_index, options, blocks, operand_dtype(weight)
-        rows, projection = _operands(ctx, input, weight, bias, target)
+        ctx.settings, ctx.blocks = settings, blocks
+        rows, projection = settings.rows(input, target), settings.projection(weight, bias)
         losses, kept, ctx.input_grad = cut_row_losses(rows, projection, blocks, ctx.needs_input_grad[0])
         ctx.save_for_backward(input, weight, bias, target, kept.row_max, kept.exp_sum, kept.target_logit)
         return rows.scatter(losses).view(target.shape)
 
     @staticmethod
-    @once_differentiable
+    @guarded_backward
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, bias, target, *statistics = ctx.saved_tensors
-        blocks = ctx.settings[2]
+        blocks = ctx.blocks
         need_input, *need_weights = ctx.needs_input_grad[:3]
-        rows, projection = _operands(ctx, input, weight, bias, target)
+        rows, projection = ctx.settings.rows(input, target), ctx.settings.projection(weight, bias)
         # The buffer is handed over, not copied: a second backward of a retained graph makes it again.
         input_grad, ctx.input_grad = ctx.input_grad, None
         if need_input and input_grad is None:
@@ -227,14 +227,7 @@ class CutCrossEntropy(torch.autograd.Function):
                 rows.select(upstream),
                 tuple(need_weights),
             )
-        return input_grad, weight_grad, bias_grad, None, None, None, None
-
-
-def _operands(
-    ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor
-) -> tuple[SupervisedRows, Projection]:
-    ignore_index, options, _, dtype = ctx.settings
-    return SupervisedRows(input, target, ignore_index), Projection(weight, bias, options, dtype)
+        return input_grad, weight_grad, bias_grad, None, None, None
 
 
 def _tile_buffer(rows: SupervisedRows, vocab_size: int, blocks: TileBlocks, dtype: torch.dtype) -> Tensor:

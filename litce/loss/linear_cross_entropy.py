@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -10,9 +11,11 @@ from torch import Tensor
 from litce.loss.chunked import ChunkedCrossEntropy, RowBlocks
 from litce.loss.cut import CutCrossEntropy, TileBlocks
 from litce.loss.dense import dense_losses
+from litce.loss.function import LossSettings, no_autocast
 from litce.loss.options import LossOptions
 from litce.loss.plan import DEFAULT_BUDGET_BYTES, CrossEntropyPlan, plan_cross_entropy
-from litce.loss.targets import check_operands, check_targets
+from litce.loss.projection import operand_dtype
+from litce.loss.targets import check_operands, checked_targets
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -51,11 +54,12 @@ def linear_cross_entropy(
         z_loss: factor of `logsumexp(logits)**2`, added to the loss of each row.
         logit_softcap: `softcap * tanh(logits / softcap)` takes the place of the logits.
         logit_scale: factor of the logits, before the softcap.
-        token_weights: (...) factor of each target's loss; "mean" then divides by the sum of the supervised ones.
+        token_weights: (...) factor of each target's loss, differentiable; "mean" then divides by the sum of the
+            supervised ones.
         strategy: "dense" holds all logits; "chunked" blocks of rows, with gradients made in the forward pass (three
             GEMMs); "cut" tiles of rows x vocabulary (four GEMMs, two with a frozen weight); "auto" is the fastest that
             fits the budget.
-        chunk_size: rows of logits alive at once, 0 for all of them, "auto" to fit the budget.
+        chunk_size: rows of logits alive at once, 0 for all of them, "auto" to fit the budget. "dense" always holds all.
         memory_budget_bytes: what "auto" may use above inputs and gradients, in bytes.
         filter_tolerance: share of the predicted probability, averaged over the rows of a block, whose gradient may be
             dropped to save time, in [0, 1); 0 is exact. See `ColumnFilter` for the bound on the gradients.
@@ -65,6 +69,7 @@ def linear_cross_entropy(
         RuntimeError: from a second derivative; the loss can be differentiated once.
     """
     options = LossOptions(label_smoothing, z_loss, logit_softcap, logit_scale)
+    check_operands(input, linear_weight, target, linear_bias)
     plan = plan_cross_entropy(
         target.numel(),
         linear_weight.shape[0],
@@ -133,6 +138,7 @@ def cut_cross_entropy_logprobs(
     )
 
 
+@torch.compiler.disable
 def run_plan(
     plan: CrossEntropyPlan,
     input: Tensor,  # (..., D)
@@ -144,9 +150,24 @@ def run_plan(
     reduction: Reduction = "sum",
     options: LossOptions = LossOptions(),  # noqa: B008  (frozen)
     token_weights: Tensor | None = None,  # (...)
+    vocab_size: int | None = None,
+    project_in_fp32: bool = False,
 ) -> Tensor:
-    """Return the loss by a plan made before; arguments and errors as `linear_cross_entropy`."""
-    _check(input, weight, target, bias, token_weights, ignore_index, reduction)
+    """Return the loss by a plan made before; arguments and errors as `linear_cross_entropy`.
+
+    Args:
+        vocab_size: the softmax runs over so many rows of the weight; those after them are padding. None: over all.
+        project_in_fp32: hidden states and weight, of whatever dtype, are multiplied in fp32, under autocast too.
+
+    `torch.compile` leaves a gap here: the blocks are fused by hand, and their number depends on the targets.
+    """
+    vocab_size = len(weight) if vocab_size is None else vocab_size
+    check_operands(input, weight, target, bias)
+    if token_weights is not None and token_weights.shape != target.shape:
+        raise ValueError(f"token_weights {tuple(token_weights.shape)} do not fit target {tuple(target.shape)}")
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction={reduction!r}; choose mean, sum or none")
+    target = checked_targets(target, vocab_size, ignore_index)
     if token_weights is not None:
         token_weights = torch.where(target != ignore_index, token_weights, 0)
     if plan.filter_tolerance and (options.label_smoothing or options.z_loss):
@@ -155,6 +176,13 @@ def run_plan(
     divisor = None if reduction != "mean" else _mean_divisor(target, ignore_index, token_weights)
     # Gradients made in the forward pass know neither a gradient per row nor one for the weights of the rows.
     per_row = reduction == "none" or (token_weights is not None and token_weights.requires_grad)
+    settings = LossSettings(
+        ignore_index,
+        options,
+        dtype=torch.promote_types(weight.dtype, torch.float32) if project_in_fp32 else operand_dtype(weight),
+        input_dtype=torch.promote_types(weight.dtype, torch.float32) if project_in_fp32 else weight.dtype,
+        vocab_size=vocab_size,
+    )
     if plan.strategy == "chunked" and not per_row:
         dtype = torch.promote_types(weight.dtype, torch.float32)
         row_weights = torch.ones((), dtype=dtype, device=input.device)
@@ -166,18 +194,17 @@ def run_plan(
             *_without_graph(input, weight, bias),
             target,
             row_weights,
-            ignore_index,
-            options,
+            settings,
             RowBlocks(plan.rows, plan.lent_rows, plan.filter_tolerance),
         )
     if plan.strategy == "dense":
-        losses = dense_losses(input.to(weight.dtype), weight, bias, target, ignore_index, options)
+        with no_autocast(input.device.type) if project_in_fp32 else nullcontext():
+            losses = dense_losses(input, weight, bias, target, settings)
     else:
         losses = CutCrossEntropy.apply(
             *_without_graph(input, weight, bias),
             target,
-            ignore_index,
-            options,
+            settings,
             TileBlocks(plan.rows, plan.vocab_tile, plan.filter_tolerance),
         )
     if token_weights is not None:
@@ -198,22 +225,5 @@ def _mean_divisor(target: Tensor, ignore_index: int, token_weights: Tensor | Non
     """Return the number of supervised targets or the sum of their weights, 1 for 0, without waiting for a GPU."""
     if token_weights is None:
         return (target != ignore_index).sum().clamp(min=1)
-    total = token_weights.detach().sum(dtype=torch.float32)
+    total = token_weights.sum(dtype=torch.float32)
     return torch.where(total == 0, torch.ones_like(total), total)
-
-
-def _check(
-    input: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    token_weights: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-) -> None:
-    check_operands(input, weight, target, bias)
-    if token_weights is not None and token_weights.shape != target.shape:
-        raise ValueError(f"token_weights {tuple(token_weights.shape)} do not fit target {tuple(target.shape)}")
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction={reduction!r}; choose mean, sum or none")
-    check_targets(target, weight.shape[0], ignore_index)

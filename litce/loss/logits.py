@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from litce.loss.function import guarded_backward, guarded_forward
 from litce.loss.plan import DEFAULT_BUDGET_BYTES, auto_cross_entropy_chunk_size, check_chunk_size
-from litce.loss.targets import check_targets
+from litce.loss.targets import checked_targets
 
 
 def chunked_cross_entropy(
@@ -40,8 +40,8 @@ def chunked_cross_entropy(
         raise ValueError("logits is an empty list; give at least one (B, t, V) tensor")
     vocab_size = slices[0].shape[-1]
     check_chunk_size("chunk_size", chunk_size)
+    targets = checked_targets(targets, vocab_size, ignore_index)
     target_slices = _split_targets(slices, targets)
-    check_targets(targets, vocab_size, ignore_index)
     if chunk_size == "auto":
         itemsize = max(4, slices[0].dtype.itemsize)
         chunk_size = auto_cross_entropy_chunk_size(vocab_size, itemsize, memory_budget_bytes)
@@ -71,6 +71,7 @@ class LogitsCrossEntropy(torch.autograd.Function):
     """`apply(logits, target, ignore_index, chunk_size)` -> sum of losses of (N, V) logits, fp32."""
 
     @staticmethod
+    @guarded_forward
     def forward(ctx: Any, logits: Tensor, target: Tensor, ignore_index: int, chunk_size: int) -> Tensor:
         ctx.options = ignore_index, chunk_size
         ctx.save_for_backward(logits, target)
@@ -83,7 +84,7 @@ class LogitsCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
+    @guarded_backward
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         logits, target = ctx.saved_tensors
         ignore_index, chunk_size = ctx.options

@@ -42,6 +42,14 @@ class LossOptions:
         """Whether the gradient of a logit is its probability, less one at the target, times a factor of its row."""
         return self.label_smoothing == 0.0 and self.z_loss == 0.0 and self.logit_softcap is None
 
+    def transform(self, logits: Tensor) -> Tensor:
+        """Return `logits` scaled and capped, differentiable."""
+        if self.logit_scale != 1.0:
+            logits = logits * self.logit_scale
+        if self.logit_softcap is not None:
+            logits = self.logit_softcap * torch.tanh(logits / self.logit_softcap)
+        return logits
+
     def transform_(self, logits: Tensor) -> Tensor:
         """Scale and cap `logits` in place, whatever their shape."""
         if self.logit_scale != 1.0:

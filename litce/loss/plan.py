@@ -70,9 +70,13 @@ def auto_cross_entropy_chunk_size(
         ("memory_budget_bytes", memory_budget_bytes),
         ("copies", copies),
     ):
-        if value < 1:
-            raise ValueError(f"{name}={value}; it must be at least 1")
+        _check_count(name, value)
     return max(1, memory_budget_bytes // (vocab_size * itemsize * copies))
+
+
+def _check_count(name: str, value: int, least: int = 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r}; give a whole number of at least {least}")
 
 
 def check_chunk_size(name: str, chunk_size: int | str) -> None:
@@ -108,8 +112,13 @@ def plan_cross_entropy(
     if strategy not in ("auto", *STRATEGIES):
         raise ValueError(f"strategy={strategy!r}; choose auto, dense, chunked or cut")
     check_chunk_size("chunk_size", chunk_size)
-    if memory_budget_bytes < 1:
-        raise ValueError(f"memory_budget_bytes={memory_budget_bytes}; give a positive number of bytes")
+    for name, value, least in (
+        ("num_rows", num_rows, 0),
+        ("vocab_size", vocab_size, 1),
+        ("n_embd", n_embd, 1),
+        ("memory_budget_bytes", memory_budget_bytes, 1),
+    ):
+        _check_count(name, value, least)
     if not 0.0 <= filter_tolerance < 1.0:
         raise ValueError(f"filter_tolerance={filter_tolerance}; give a number in [0, 1)")
     if filter_tolerance and (strategy == "dense" or chunk_size == 0):

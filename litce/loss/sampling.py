@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from litce.loss.function import no_autocast
 from litce.loss.options import LossOptions
 from litce.loss.plan import DEFAULT_BUDGET_BYTES
 from litce.loss.projection import Projection, operand_dtype, tiles
@@ -45,24 +46,25 @@ def sample_tokens_chunked(
         raise ValueError(f"chunk_size={chunk_size!r}; give at least 1 column of the vocabulary")
     if weight.ndim != 2 or hidden_states.shape[-1] != weight.shape[1]:
         raise ValueError(f"hidden_states {tuple(hidden_states.shape)} do not fit weight {tuple(weight.shape)}")
-    projection = Projection(weight, bias, LossOptions(), operand_dtype(weight))
+    projection = Projection(weight, bias, LossOptions(), operand_dtype(weight), weight.dtype, len(weight))
     flat = hidden_states.reshape(-1, weight.shape[1])
     tokens = torch.zeros(len(flat), dtype=torch.long, device=flat.device)
     columns = min(chunk_size, len(weight))
     rows = max(1, DEFAULT_BUDGET_BYTES // (2 * columns * projection.accumulate_dtype.itemsize))  # logits and noise
-    for part in tiles(len(flat), rows):
-        x = projection.operand(flat[part])
-        best = torch.full((len(x),), -torch.inf, dtype=projection.accumulate_dtype, device=x.device)
-        for tile in tiles(len(weight), columns):
-            scores = x.new_empty((tile.stop - tile.start, len(x)), dtype=best.dtype)
-            projection.logits_(scores, x, tile.start)
-            if temperature > 0:
-                # Subtracting log E of an exponential E adds Gumbel noise; scaling it instead of the logits keeps tiny
-                # temperatures finite.
-                noise = torch.empty_like(scores).exponential_(generator=generator).log_()
-                scores.sub_(noise, alpha=temperature)
-            value, index = scores.max(0)
-            better = value > best
-            tokens[part] = torch.where(better, index + tile.start, tokens[part])
-            best = torch.where(better, value, best)
+    with no_autocast(flat.device.type):
+        for part in tiles(len(flat), rows):
+            x = projection.operand(flat[part])
+            best = torch.full((len(x),), -torch.inf, dtype=projection.accumulate_dtype, device=x.device)
+            for tile in tiles(len(weight), columns):
+                scores = x.new_empty((tile.stop - tile.start, len(x)), dtype=best.dtype)
+                projection.logits_(scores, x, tile.start)
+                if temperature > 0:
+                    # Subtracting log E of an exponential E adds Gumbel noise; scaling it instead of the logits keeps
+                    # tiny temperatures finite.
+                    noise = torch.empty_like(scores).exponential_(generator=generator).log_()
+                    scores.sub_(noise, alpha=temperature)
+                value, index = scores.max(0)
+                better = value > best
+                tokens[part] = torch.where(better, index + tile.start, tokens[part])
+                best = torch.where(better, value, best)
     return tokens.view(hidden_states.shape[:-1])

@@ -6,15 +6,20 @@ import torch
 from torch import Tensor
 
 
-def check_targets(target: Tensor, vocab_size: int, ignore_index: int) -> None:
-    """Raise ValueError for targets that are not integers or, on the CPU, outside [0, vocab_size).
+def checked_targets(target: Tensor, vocab_size: int, ignore_index: int) -> Tensor:
+    """Return the targets as int64.
 
-    On a GPU the check would wait for the device; there a wrong target gives a NaN loss or a device assertion.
+    Raises:
+        ValueError: for targets that are not integers or, on the CPU, outside [0, vocab_size). On a GPU the check would
+            wait for the device; there a wrong target gives a NaN loss or a device assertion.
     """
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise ValueError(f"ignore_index={ignore_index!r}; give a whole number")
     if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
         raise ValueError(f"target has dtype {target.dtype}; class indices are needed, in an integer dtype")
-    if target.device.type != "cpu" or target.numel() == 0:
-        return
+    target = target.long()  # few operators take unsigned integers
+    if target.device.type != "cpu":
+        return target
     wrong = (target != ignore_index) & ((target < 0) | (target >= vocab_size))
     if bool(wrong.any()):
         position = tuple(wrong.nonzero()[0].tolist())
@@ -22,12 +27,13 @@ def check_targets(target: Tensor, vocab_size: int, ignore_index: int) -> None:
             f"target {int(target[position])} at position {list(position)} is outside [0, {vocab_size}) and is not "
             f"ignore_index={ignore_index}; is the model's vocabulary smaller than the tokenizer's?"
         )
+    return target
 
 
 def check_operands(input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:
     """Raise ValueError unless `input` is (..., D), `weight` (V, D), `target` (...) and `bias` (V,) or None."""
-    if weight.ndim != 2 or weight.shape[0] < 1:
-        raise ValueError(f"linear_weight has shape {tuple(weight.shape)}; (V, D) with V >= 1 is needed")
+    if weight.ndim != 2 or weight.numel() == 0:
+        raise ValueError(f"linear_weight has shape {tuple(weight.shape)}; (V, D) with V, D >= 1 is needed")
     if input.ndim < 1 or input.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"input {tuple(input.shape)} does not fit linear_weight {tuple(weight.shape)}; the last sizes must agree"

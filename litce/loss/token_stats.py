@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from litce.loss.function import LossSettings, no_autocast
 from litce.loss.options import LossOptions
 from litce.loss.plan import DEFAULT_BUDGET_BYTES, plan_cross_entropy
 from litce.loss.projection import Projection, operand_dtype, tiles
 from litce.loss.rows import block_max, exp_, read_target_, slabs
 from litce.loss.supervised_rows import SupervisedRows
-from litce.loss.targets import check_operands, check_targets
+from litce.loss.targets import check_operands, checked_targets
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,15 @@ def linear_token_stats(
         ValueError: as `linear_cross_entropy`.
     """
     check_operands(input, linear_weight, target, linear_bias)
-    check_targets(target, len(linear_weight), ignore_index)
-    options = LossOptions(logit_softcap=logit_softcap, logit_scale=logit_scale)
-    projection = Projection(linear_weight, linear_bias, options, operand_dtype(linear_weight))
-    rows = SupervisedRows(input, target, ignore_index)
+    target = checked_targets(target, len(linear_weight), ignore_index)
+    settings = LossSettings(
+        ignore_index,
+        LossOptions(logit_softcap=logit_softcap, logit_scale=logit_scale),
+        dtype=operand_dtype(linear_weight),
+        input_dtype=linear_weight.dtype,
+        vocab_size=len(linear_weight),
+    )
+    rows, projection = settings.rows(input, target), settings.projection(linear_weight, linear_bias)
     plan = plan_cross_entropy(
         len(rows),
         *linear_weight.shape,
@@ -59,7 +65,8 @@ def linear_token_stats(
         strategy="cut",
         memory_budget_bytes=memory_budget_bytes,
     )
-    parts = [_block_stats(rows, projection, block, plan.vocab_tile) for block in rows.blocks(plan.rows)]
+    with no_autocast(input.device.type):
+        parts = [_block_stats(rows, projection, block, plan.vocab_tile) for block in rows.blocks(plan.rows)]
     dtype = projection.accumulate_dtype
     empty = [torch.zeros(0, dtype=d, device=input.device) for d in (dtype, dtype, torch.long)]
     loss, entropy, best = (torch.cat(column) for column in zip(empty, *parts, strict=True))

@@ -45,6 +45,16 @@ def test_value_and_gradient_against_fp64(dtype, as_list, chunk_size):
     torch.testing.assert_close(grad.double(), want_grad, rtol=rounding, atol=rounding * 1e-3)
 
 
+@pytest.mark.parametrize("chunk_size", [0, 4, "auto"])
+def test_ignored_rows_have_no_gradient_and_nan_in_them_does_not_matter(chunk_size):
+    logits, targets = make()
+    logits[targets == -100] = torch.nan
+    z = logits.requires_grad_()
+    loss = chunked_cross_entropy(z, targets, chunk_size)
+    loss.backward()
+    assert loss.isfinite() and not z.grad[targets == -100].any() and z.grad[targets != -100].all()
+
+
 def test_chunked_cross_entropy_auto_matches_manual_chunk_size():
     logits, targets = make(batch=3, length=50, vocab_size=1000)
     budget = 100_000

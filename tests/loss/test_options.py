@@ -86,16 +86,18 @@ def test_ignored_rows_with_a_nan_weight_do_not_matter(strategy):
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("strategy", ["dense", *STRATEGIES])
-def test_token_weights_that_need_a_gradient_get_the_losses(strategy):
+def test_gradient_of_token_weights(strategy, reduction):
     case = make_case(30, 101, ignored="some")
-    token_weights = torch.ones(30, requires_grad=True)
-    total = linear_cross_entropy(
-        case.input, case.weight, case.target, token_weights=token_weights, reduction="sum", strategy=strategy
-    )
-    total.backward()
-    want = F.cross_entropy(case.input @ case.weight.T, case.target, reduction="none")
-    torch.testing.assert_close(token_weights.grad, want)
+    token_weights, twin = (torch.linspace(0.5, 2, 30, requires_grad=True) for _ in range(2))
+    linear_cross_entropy(
+        case.input, case.weight, case.target, token_weights=token_weights, reduction=reduction, strategy=strategy
+    ).backward()
+    losses = F.cross_entropy(case.input @ case.weight.T, case.target, reduction="none")
+    supervised = twin[case.target != -100].sum()
+    ((losses * twin).sum() / (supervised if reduction == "mean" else 1)).backward()
+    torch.testing.assert_close(token_weights.grad, twin.grad)
 
 
 @pytest.mark.parametrize("strategy", ["dense", *STRATEGIES])
