@@ -41,10 +41,11 @@ def reference(head: LMHead, x, targets, vocab_size=None):
     return [loss.detach(), hidden.grad, *(parameter.grad for parameter in parameters)]
 
 
-def results(head: LMHead, x, targets):
+def results(head: LMHead, x, targets, autocast: bool = False):
     x.grad = None
     head.zero_grad()
-    loss = head(x, targets)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = head(x, targets)
     loss.backward()
     return [loss.detach(), x.grad, *(parameter.grad for parameter in head.parameters())]
 
@@ -89,8 +90,8 @@ def test_an_fp32_head_projects_in_fp32_under_autocast(weight_dtype, strategy):
     head = make_head(strategy, fp32=True, bias=True).to(weight_dtype)
     x, targets = inputs(dtype=torch.bfloat16)
     want = reference(head, x, targets)
+    got = results(head, x, targets, autocast=True)
     with torch.autocast("cpu", torch.bfloat16):
-        got = results(head, x, targets)
         logits = head(x)
     assert logits.dtype == torch.float32
     assert relative_error(logits, F.linear(x.double(), *(p.double() for p in head.parameters()))) < 1e-6

@@ -123,14 +123,14 @@ def oracle(case: Case, *, reduction: str = "mean", upstream: Tensor | float = 1.
 
 def relative_error(got: Tensor, want: Tensor) -> float:
     """Return |got - want| / |want| in the 2-norm, with |got| where want is 0."""
-    scale = float(want.double().norm())
+    scale = float(want.detach().double().norm())
     return absolute_error(got, want) / (scale if scale > 0 else 1.0)
 
 
 def absolute_error(got: Tensor, want: Tensor) -> float:
     """Return |got - want| in the 2-norm."""
     assert got.shape == want.shape
-    return float((got.double() - want.double()).norm())
+    return float((got.detach().double() - want.double()).norm())
 
 
 def assert_no_worse_than_dense(got: dict, dense: dict, want: dict) -> None:

@@ -26,7 +26,7 @@ ALL_OPTIONS = LossOptions(label_smoothing=0.1, z_loss=0.02, logit_softcap=6.0, l
 @pytest.mark.parametrize("options", [LossOptions(), ALL_OPTIONS], ids=["plain", "all options"])
 @pytest.mark.parametrize("strategy", BLOCKED)
 def test_autocast_changes_nothing(strategy, options, reduction, num_rows):
-    """Blocks choose their dtypes, in the forward pass, in the backward pass, and when each of them is under autocast."""
+    """Blocks choose their dtypes, in the forward and in the backward pass."""
     case = make_case(num_rows, 700, ignored="some", bias=True)
     case.token_weights = torch.linspace(0.5, 2, num_rows)
     case.options = options
