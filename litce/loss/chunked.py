@@ -99,13 +99,16 @@ def _tiles(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _lent_tiles(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield copies of tiles from the last to the first.
+    """Yield copies of tiles from the last to the first, all in the same memory.
 
     Rows of the weight's gradient are at least as long as those of the logits in its memory, so that what is written to
     a tile of it overwrites logits of this tile and of later ones only.
     """
-    for tile in reversed(list(tiles(len(logits), lent_tile_columns(logits.shape[1])))):
-        yield tile, logits[tile].clone()
+    columns = lent_tile_columns(logits.shape[1])
+    # Allocated once: an allocator that serves a new tile before the last one is freed keeps the memory of both.
+    copy = torch.empty_like(logits[:columns])
+    for tile in reversed(list(tiles(len(logits), columns))):
+        yield tile, copy[: tile.stop - tile.start].copy_(logits[tile])
 
 
 def lent_tile_columns(num_rows: int) -> int:
