@@ -71,6 +71,8 @@ class TrainArgs:
     """Memory that the loss may use above its inputs and their gradients, in bytes or as 256MiB or 2GB"""
     cross_entropy_filter_tolerance: float = 0.0
     """Share of the predicted probability whose gradient may be dropped to save time, such as 0.001; 0 is exact"""
+    scheduled_sampling: float = 0.0
+    """Share of the input tokens that are replaced by the model's own guesses in training, at one more forward pass"""
 
     def __post_init__(self) -> None:
         self.memory_budget_bytes = parse_bytes(self.memory_budget_bytes)
@@ -80,6 +82,8 @@ class TrainArgs:
             _require_positive("train", name, getattr(self, name))
         for name in ("lr_warmup_steps", "min_lr"):
             _require_not_negative("train", name, getattr(self, name))
+        if not 0 <= self.scheduled_sampling <= 1:
+            raise UsageError(f"--train.scheduled_sampling {self.scheduled_sampling}: must be between 0 and 1")
         if self.cross_entropy_chunk_size != "auto":
             _require_not_negative("train", "cross_entropy_chunk_size", self.cross_entropy_chunk_size)
         if self.global_batch_size % self.micro_batch_size:

@@ -34,22 +34,24 @@ class GPT(nn.Module):
             self.register_load_state_dict_pre_hook(_insert_tied_head)
             self.register_load_state_dict_post_hook(_retie)
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, idx: Tensor, targets: Tensor | None = None, *, sample: float | None = None) -> Tensor:
         """Logits of the next token, or their summed cross-entropy.
 
         Args:
             idx: token ids, int64, (B, T).
             targets: the id that follows each token of `idx`, int64, (B, T); -100 where nothing is to be predicted.
+            sample: temperature at which to draw a next token for each position.
 
         Returns:
             Without targets the logits, (B, T, padded_vocab_size). With targets the cross-entropy in nats summed over
-            the supervised tokens, an fp32 scalar; the head computes it as `lm_head.plan` says.
+            the supervised tokens, an fp32 scalar; the head computes it as `lm_head.plan` says. With `sample` the drawn
+            ids, int64, (B, T).
 
         Raises:
             ValueError: if T exceeds `max_seq_length`.
         """
         x = self.hidden_states(idx)
-        return self.lm_head(x) if targets is None else self.lm_head(x, targets)
+        return self.lm_head(x, targets, sample=sample)
 
     def hidden_states(self, idx: Tensor) -> Tensor:
         """The head's input, (B, T, n_embd), for token ids `idx`, int64, (B, T).

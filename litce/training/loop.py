@@ -14,6 +14,7 @@ from litce.args import EvalArgs, TrainArgs, UsageError
 from litce.data.base import IGNORE_INDEX, ResumableSampler, Sample
 from litce.training.checkpoint import TrainState
 from litce.training.metrics import Metrics
+from litce.training.scheduled_sampling import with_own_tokens
 
 
 def fit(
@@ -73,7 +74,7 @@ def fit(
         for micro_batches in _groups(train_loader, accumulation_iters):
             num_tokens = total(sum(int((batch["targets"] != IGNORE_INDEX).sum()) for batch in micro_batches))
             lr = learning_rate(state.step)
-            loss_sum = _step(fabric, state, micro_batches, num_tokens, lr, train.max_norm)
+            loss_sum = _step(fabric, state, micro_batches, num_tokens, lr, train)
 
             state.step += 1
             state.num_tokens += num_tokens
@@ -155,7 +156,7 @@ def total_steps(train: TrainArgs, num_samples: int | None, max_seq_length: int) 
 
 
 def _step(
-    fabric: Fabric, state: TrainState, micro_batches: list[Sample], num_tokens: int, lr: float, max_norm: float | None
+    fabric: Fabric, state: TrainState, micro_batches: list[Sample], num_tokens: int, lr: float, train: TrainArgs
 ) -> Tensor:
     """One optimizer step; returns this rank's summed loss, a scalar on the device that nothing has waited for."""
     # Gradients are averaged over the ranks, so each contributes world_size times its share of the mean. Without any
@@ -164,14 +165,17 @@ def _step(
     loss_sum = torch.zeros((), device=fabric.device)
     for i, batch in enumerate(micro_batches, start=1):
         batch = fabric.to_device(batch)
+        input_ids = batch["input_ids"]
+        if train.scheduled_sampling:
+            input_ids = with_own_tokens(state.model, input_ids, train.scheduled_sampling)
         with fabric.no_backward_sync(state.model, enabled=i < len(micro_batches)):
-            loss = state.model(batch["input_ids"], batch["targets"])
+            loss = state.model(input_ids, batch["targets"])
             fabric.backward(loss * scale)
         loss_sum += loss.detach()
     for group in state.optimizer.param_groups:
         group["lr"] = lr
-    if max_norm is not None:
-        fabric.clip_gradients(state.model, state.optimizer, max_norm=max_norm, error_if_nonfinite=False)
+    if train.max_norm is not None:
+        fabric.clip_gradients(state.model, state.optimizer, max_norm=train.max_norm, error_if_nonfinite=False)
     state.optimizer.step()
     state.optimizer.zero_grad()
     return loss_sum

@@ -99,9 +99,9 @@ def test_no_sample_is_skipped_or_repeated_by_a_resume(
 
 
 def _recording(forward: Any, seen: list[list[int]]) -> Any:
-    def recorded(self: GPT, idx: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+    def recorded(self: GPT, idx: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         seen.append(idx[:, 0].tolist())
-        return forward(self, idx, targets)
+        return forward(self, idx, *args, **options)
 
     return recorded
 
