@@ -28,6 +28,10 @@ COMMANDS = {
     "pretrain": Command("litce.recipes.pretrain:setup", "train a model from scratch", "pretrain/demo"),
     "generate": Command("litce.generate:setup", "continue a prompt", positional=("checkpoint_dir",)),
     "bench loss": Command("litce.tools.bench:loss", "measure time and memory of the loss strategies"),
+    "bench accuracy": Command("litce.tools.bench_accuracy:accuracy", "measure errors of the loss's gradients"),
+    "bench operands": Command(
+        "litce.tools.operands:setup", "save a head's operands for the benchmarks", positional=("checkpoint_dir",)
+    ),
 }
 
 
@@ -55,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def overview() -> str:
     """The commands, a line each."""
-    lines = [f"  {name:<12} {command.help}" for name, command in COMMANDS.items()]
+    lines = [f"  {name:<15} {command.help}" for name, command in COMMANDS.items()]
     return "\n".join(
         ["usage: litce COMMAND [options]", "", *lines, "", "litce COMMAND --help shows the options of a command."]
     )

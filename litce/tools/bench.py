@@ -8,7 +8,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch.nn.functional as F
 from rich.console import Console
@@ -17,6 +17,7 @@ from rich.table import Table
 
 from litce.args import UsageError, parse_bytes
 from litce.tools.bench_worker import CONTENDERS
+from litce.tools.operands import load_operands
 
 DEFAULT_SHAPES = ("2048x512x65536", "4096x768x50257", "2048x896x151936")
 
@@ -28,6 +29,8 @@ def loss(
     rounds: int = 3,
     repeats: int = 1,
     memory_budget_bytes: int | str = "32MiB",
+    filter_tolerance: float = 0.0,
+    operands: Path | None = None,
     json: Path | None = None,
 ) -> None:
     """Measure a forward and backward pass of the loss and print a table per shape.
@@ -43,9 +46,19 @@ def loss(
         rounds: how often the contenders take turns.
         repeats: passes per process, the best of which counts.
         memory_budget_bytes: litce's budget, e.g. 33554432, 32MiB or 192MiB.
+        filter_tolerance: litce's filter; 0 is exact.
+        operands: file of litce bench operands to measure with instead of random operands.
         json: write the rows to this file too.
     """
     parsed = [_parse_shape(s) for s in shapes or DEFAULT_SHAPES]
+    if operands is not None:
+        if shapes is not None:
+            raise UsageError("--shapes does not go with --operands, whose shape it is; leave one out")
+        hidden, weight, _ = load_operands(operands)
+        parsed = [(*hidden.shape, len(weight))]
+        del hidden, weight
+    if not 0 <= filter_tolerance < 1:
+        raise UsageError(f"--filter_tolerance {filter_tolerance}: must be at least 0 and below 1")
     names = _check_contenders(contenders)
     budget = parse_bytes(memory_budget_bytes)
     for name, value in (("rounds", rounds), ("repeats", repeats)):
@@ -53,9 +66,16 @@ def loss(
             raise UsageError(f"--{name} {value}: give at least 1")
     if json is not None and not json.parent.is_dir():
         raise UsageError(f"--json {json}: the folder {json.parent} does not exist")
+    settings = {
+        "dtype": dtype,
+        "budget": budget,
+        "repeats": repeats,
+        "operands": None if operands is None else str(operands),
+        "filter_tolerance": filter_tolerance,
+    }
     rows = []
     for shape in parsed:
-        runs = _run_rounds(shape, dtype, names, budget, rounds, repeats)
+        runs = _run_rounds(shape, names, rounds, settings)
         rows += [_summarise(shape, dtype, name, runs) for name in names]
         _print_table(rows[-len(names) :], budget, rounds)
         if json is not None:
@@ -63,7 +83,7 @@ def loss(
 
 
 def _run_rounds(
-    shape: tuple[int, int, int], dtype: str, names: list[str], budget: int, rounds: int, repeats: int
+    shape: tuple[int, int, int], names: list[str], rounds: int, settings: dict[str, Any]
 ) -> dict[str, list[dict[str, float]]]:
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
@@ -71,13 +91,13 @@ def _run_rounds(
         for _ in range(rounds):
             for name in names:
                 progress.update(task, description=f"{'x'.join(map(str, shape))} {name}")
-                runs[name].append(_run_worker(name, shape, dtype, budget, repeats))
+                runs[name].append(_run_worker(name, shape, settings))
                 progress.advance(task)
     return runs
 
 
-def _run_worker(name: str, shape: tuple[int, int, int], dtype: str, budget: int, repeats: int) -> dict[str, float]:
-    arguments = {"contender": name, "shape": shape, "dtype": dtype, "budget": budget, "repeats": repeats}
+def _run_worker(name: str, shape: tuple[int, int, int], settings: dict[str, Any]) -> dict[str, float]:
+    arguments = {"contender": name, "shape": shape, **settings}
     command = [sys.executable, "-m", "litce.tools.bench_worker", json.dumps(arguments)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
     if done.returncode != 0:

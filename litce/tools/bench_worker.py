@@ -5,6 +5,7 @@ Each contender is a function of hidden states (N, D), weight (V, D) and targets 
 
 from __future__ import annotations
 
+import functools
 import json
 import resource
 import sys
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from litce.loss import linear_cross_entropy
+from litce.tools.operands import load_operands
 
 Contender = Callable[[Tensor, Tensor, Tensor, int], None]
 LITGPT_CHUNK_ROWS = 128
@@ -70,9 +72,9 @@ def gemms(x: Tensor, weight: Tensor, target: Tensor, budget: int) -> None:
         x.grad, weight.grad = logits @ weight, logits.T @ x
 
 
-def litce(x: Tensor, weight: Tensor, target: Tensor, budget: int) -> None:
+def litce(x: Tensor, weight: Tensor, target: Tensor, budget: int, filter_tolerance: float = 0.0) -> None:
     """litce, "auto" within the budget."""
-    linear_cross_entropy(x, weight, target, memory_budget_bytes=budget).backward()
+    linear_cross_entropy(x, weight, target, memory_budget_bytes=budget, filter_tolerance=filter_tolerance).backward()
 
 
 CONTENDERS: dict[str, Contender] = {
@@ -87,13 +89,23 @@ CONTENDERS: dict[str, Contender] = {
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def measure(contender: str, shape: tuple[int, int, int], dtype: str, budget: int, repeats: int) -> dict[str, float]:
+def measure(
+    contender: str,
+    shape: tuple[int, int, int],
+    dtype: str,
+    budget: int,
+    repeats: int,
+    operands: str | None = None,
+    filter_tolerance: float = 0.0,
+) -> dict[str, float]:
     """Return the best time of `repeats` forward and backward passes, and the first one's peak."""
     run = CONTENDERS[contender]
+    if run is litce:
+        run = functools.partial(litce, filter_tolerance=filter_tolerance)
     warm = _inputs((16, shape[1], 512), dtype)
     run(*warm, budget)  # loads code and starts threads, which are neither the contender's time nor its memory
     del warm
-    x, weight, target = _inputs(shape, dtype)
+    x, weight, target = _inputs(shape, dtype) if operands is None else _saved_inputs(Path(operands), dtype)
     base = reset_peak_memory()
     seconds, peak = [], 0
     for _ in range(repeats):
@@ -112,6 +124,11 @@ def _inputs(shape: tuple[int, int, int], dtype: str) -> tuple[Tensor, Tensor, Te
     x = torch.randn(num_rows, n_embd, generator=generator).to(DTYPES[dtype]).requires_grad_()
     weight = (torch.randn(vocab_size, n_embd, generator=generator) * n_embd**-0.5).to(DTYPES[dtype]).requires_grad_()
     return x, weight, torch.randint(vocab_size, (num_rows,), generator=generator)
+
+
+def _saved_inputs(path: Path, dtype: str) -> tuple[Tensor, Tensor, Tensor]:
+    hidden, weight, target = load_operands(path)
+    return hidden.to(DTYPES[dtype]).requires_grad_(), weight.to(DTYPES[dtype]).requires_grad_(), target
 
 
 def reset_peak_memory() -> int:
