@@ -1,7 +1,10 @@
 import json
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import models, pre_tokenizers
 
@@ -46,3 +49,21 @@ def stdlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (root / "empty.py").write_bytes(b"")
     monkeypatch.setattr(python_stdlib, "stdlib_root", lambda: root)
     return root
+
+
+class FakeStream(list[torch.Tensor]):
+    """Blocks of `block_size` tokens of a stream of ids above 16 bits, as litdata returns them by index."""
+
+    def __init__(self, path: str, item_loader: SimpleNamespace) -> None:
+        num_tokens = {"train": 20, "val": 10}[path]
+        ids = torch.arange(65_530, 65_530 + num_tokens, dtype=torch.int32)
+        size = item_loader.block_size
+        super().__init__(ids[i : i + size] for i in range(0, num_tokens - size + 1, size))
+
+
+@pytest.fixture
+def fake_litdata(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("litdata")
+    module.StreamingDataset = FakeStream  # type: ignore[attr-defined]
+    module.TokensLoader = lambda block_size: SimpleNamespace(block_size=block_size)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "litdata", module)
