@@ -2,14 +2,13 @@
 
 import ast
 import re
-import textwrap
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from litce.args import UsageError
 from litce.data.instructions import InstructionDataModule, Row, StyleOption
-from litce.data.python_stdlib import VAL_FRACTION, stdlib_documents, stdlib_root
-from litce.data.text_files import Document, split_documents
+from litce.data.python_stdlib import split_stdlib
+from litce.data.text_files import Document
 from litce.tokenizer import Tokenizer
 
 # Characters. Shorter docstrings say no more than the name; longer functions are mostly tables and parsers.
@@ -24,7 +23,9 @@ def documented_functions(text: str) -> Iterator[tuple[str, str]]:
     other code, or are not of sensible length. Text that is no Python code has none.
     """
     try:
-        tree = ast.parse(text)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about escapes that Python does not know
+            tree = ast.parse(text)
     except (SyntaxError, ValueError):
         return
     # As the parser counts lines: str.splitlines would also split at form feeds.
@@ -39,7 +40,9 @@ def documented_functions(text: str) -> Iterator[tuple[str, str]]:
         if first.end_lineno >= second.lineno or lines[first.lineno - 1][: first.col_offset].strip():
             continue
         kept = lines[node.lineno - 1 : first.lineno - 1] + lines[first.end_lineno : node.end_lineno]
-        source = textwrap.dedent("\n".join(kept)).strip()
+        # Not textwrap.dedent, which does nothing where a string in the code has a line without indentation.
+        indent = node.col_offset
+        source = "\n".join(line[indent:] if not line[:indent].strip() else line for line in kept).strip()
         docstring = docstring.strip()
         if MIN_DOCSTRING <= len(docstring) <= MAX_DOCSTRING and len(source) <= MAX_SOURCE:
             yield source, docstring
@@ -64,26 +67,19 @@ class Docstrings(InstructionDataModule):
         """Find the functions and tokenize them.
 
         Raises:
-            UsageError: the library has no sources or no documented functions, or what `connect_rows` raises.
+            UsageError: the library has no sources, or what `connect_rows` raises.
         """
-        documents = split_documents(stdlib_documents(stdlib_root()), VAL_FRACTION)
-        train, val = (_rows(part) for part in documents)
+        train, val = (_rows(documents) for documents in split_stdlib())
         # The library has copies of its own functions.
         trained = {row.messages[0]["content"] for row in train}
         val = [row for row in val if row.messages[0]["content"] not in trained]
-        if not train or not val:
-            raise UsageError(
-                f"--data Docstrings found {len(train)} documented functions to train on and {len(val)} to validate on "
-                f"in {stdlib_root()}, the standard library of this interpreter; use --data JSON or another interpreter"
-            )
-        name = f"--data Docstrings ({stdlib_root()})"
+        name = "--data Docstrings, the standard library of this interpreter,"
         self.connect_rows(train, val, tokenizer, max_seq_length, train_name=name, val_name=name)
 
 
 def _rows(documents: Sequence[Document]) -> list[Row]:
-    pairs = {
-        pair: document.name for document in documents for pair in documented_functions(document.read())
-    }  # each once
+    # A dictionary, so that each pair comes once.
+    pairs = {pair: document.name for document in documents for pair in documented_functions(document.read())}
     return [
         Row(name, [{"role": "user", "content": source}, {"role": "assistant", "content": docstring}])
         for (source, docstring), name in pairs.items()

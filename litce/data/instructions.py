@@ -132,8 +132,8 @@ class InstructionDataModule(DataModule):
         for dataset, part, flag in ((self._train, "training", train_name), (self._val, "validation", val_name)):
             if len(dataset) == 0:
                 raise UsageError(
-                    f"{flag} has no {part} sample: it has {dataset.num_dropped} conversations, and the prompt of each "
-                    f"fills --train.max_seq_length {max_seq_length}; raise it or give shorter ones"
+                    f"{flag} has no {part} sample: {dataset.num_dropped} conversations, and the prompt of each fills "
+                    f"--train.max_seq_length {max_seq_length}; raise it or give others"
                 )
         report = f"--data {name}: {len(self._train)} training and {len(self._val)} validation samples"
         if num_empty:

@@ -169,7 +169,8 @@ def test_ids_above_16_bits_are_kept_by_every_module(
 ) -> None:
     words, ids = "w65535 w65536 w69999 w1", [65_535, 65_536, 69_999, 1, 70_000]
     text, rows, binary = tmp_path / "a.txt", tmp_path / "a.json", tmp_path / "a.bin"
-    text.write_text(words)
+    for path in (text, text.with_name("b.txt")):
+        path.write_text(words)
     rows.write_text(json.dumps([{"instruction": "w2", "output": words}]))
     np.array(ids, "uint32").tofile(binary)
     for path in stdlib.rglob("module*.py"):
@@ -179,7 +180,7 @@ def test_ids_above_16_bits_are_kept_by_every_module(
         "JSON": (lambda: JSON(rows, rows, prompt_style="raw"), ids),
         "LitData": (lambda: LitData("train", "val"), list(range(65_531, 65_539))),
         "PythonStdlib": (lambda: PythonStdlib(vocab_size=257), ids[1:]),
-        "TextFiles": (lambda: TextFiles(text, text), ids[1:]),
+        "TextFiles": (lambda: TextFiles(text, text.with_name("b.txt")), ids[1:]),
         "TokenFile": (lambda: TokenFile(binary, binary, dtype="uint32"), ids[1:]),
     }
     build, expected = modules[name]
