@@ -88,8 +88,14 @@ class InstructionDataset(Dataset[Sample]):
 
     def targets(self) -> NDArray[np.int64]:
         """The supervised targets of all samples, (number of them,)."""
-        targets = [self[i]["targets"] for i in range(len(self))]
-        return torch.cat([t[t != IGNORE_INDEX] for t in targets]).numpy()
+        firsts = self.conversations.starts[self.kept] + 1
+        edges = np.zeros(len(self.conversations.ids) + 1, np.int64)
+        np.add.at(edges, firsts, 1)
+        np.add.at(edges, firsts + self.lengths, -1)
+        supervised = np.cumsum(edges[:-1]) > 0
+        if self.mask_prompt:
+            supervised &= self.conversations.is_reply
+        return self.conversations.ids[supervised].astype(np.int64)
 
 
 class InstructionDataModule(DataModule):

@@ -187,6 +187,16 @@ def test_unigram_loss_by_hand(tmp_path: Path, tokenizer: Tokenizer) -> None:
     assert data.unigram_loss() == pytest.approx(-np.log([3 / total, 1 / total, 3 / total]).mean(), rel=1e-12)
 
 
+@pytest.mark.parametrize("mask_prompt", [True, False])
+def test_targets_of_all_samples(tmp_path: Path, tokenizer: Tokenizer, mask_prompt: bool) -> None:
+    rows = [([1], [2]), (range(1, 20), [5]), ([3, 4], [5, 6]), ([7], range(20, 40))]
+    data = instructions(tmp_path / "a.jsonl", *rows, mask_prompt=mask_prompt)
+    data.connect(tokenizer, 8)
+    dataset = data.train_dataset()
+    expected = [target for i in range(len(dataset)) for target in targets_of(data, i) if target != -100]
+    assert dataset.targets().tolist() == expected
+
+
 @pytest.fixture
 def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit comparisons are made where kernels are deterministic."""
