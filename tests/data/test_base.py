@@ -192,6 +192,30 @@ def test_ids_above_16_bits_are_kept_by_every_module(
         assert targets[targets != -100].tolist() == expected
 
 
+@pytest.mark.slow
+def test_a_published_vocabulary_of_151643_tokens_survives(tmp_path: Path, qwen_tokenizer: Tokenizer) -> None:
+    """Every token that is text on its own, through a text file and through a reply."""
+    assert qwen_tokenizer.eos_id == 151_643
+    texts = [qwen_tokenizer.decode([i]) for i in range(151_643)]
+    whole = [i for i, text in enumerate(texts) if "\ufffd" not in text and "\r" not in text]
+    assert len(whole) > 140_000
+    ids = qwen_tokenizer.encode_batch([texts[i] for i in whole])
+    assert ids == [[i] for i in whole]
+    replies = [texts[i] for i in whole if texts[i].strip()]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"instruction": "a", "output": text}) for text in replies))
+    data = JSON(tmp_path / "a.jsonl", tmp_path / "a.jsonl", prompt_style="raw")
+    data.connect(qwen_tokenizer, 8)
+    expected = [i for i in whole if texts[i].strip()]
+    assert data.train_dataset().targets().reshape(-1, 2)[:, 0].tolist() == expected
+    for name, text in (("a", "".join(texts[i] for i in whole)), ("b", "".join(texts[i] for i in whole[::-1]))):
+        (tmp_path / f"{name}.txt").write_bytes(text.encode())
+    text_data = TextFiles(tmp_path / "a.txt", tmp_path / "b.txt")
+    text_data.connect(qwen_tokenizer, 8)
+    for dataset, order in ((text_data.train_dataset(), whole), (text_data.val_dataset(), whole[::-1])):
+        assert int(dataset.tokens.max()) == 151_643
+        assert qwen_tokenizer.decode(dataset.tokens.tolist()[:-1]) == "".join(texts[i] for i in order)
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_reading_leaves_the_global_generator_alone(num_workers: int) -> None:
     before = torch.get_rng_state()
