@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +73,51 @@ class Tokenizer:
         """Ids of each text as `encode` gives them, on all cores."""
         return [encoding.ids for encoding in self.processor.encode_batch_fast(texts, add_special_tokens=False)]
 
+    def encode_pieces(self, texts: Sequence[Sequence[str]]) -> list[list[list[int]]]:
+        """Ids of texts that are given in pieces, piece by piece, so that no token reaches over a seam.
+
+        The first piece has the ids that `encode` gives it. The others have no space in front where the tokenizer puts
+        one before a text: all ids of a text decode to the whole of it.
+        """
+        flat = iter(self.encode_batch([piece for pieces in texts for piece in pieces]))
+        encoded = [[next(flat) for _ in pieces] for pieces in texts]
+        if self._without_prefix is not None:
+            for pieces, ids in zip(texts, encoded, strict=True):
+                for i in range(1, len(pieces)):
+                    previous = next((part[-1] for part in reversed(ids[:i]) if part), None)
+                    if previous is not None:
+                        ids[i] = self._encode_after(previous, pieces[i])
+        return encoded
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, special tokens included, so that decoding loses nothing that a byte-level encoding kept."""
         return self.processor.decode(list(ids), skip_special_tokens=False)
+
+    @property
+    def chat_template(self) -> tuple[Path, str] | None:
+        """The file with the jinja template of conversations, and the template; None if the folder has none.
+
+        Raises:
+            UsageError: tokenizer_config.json cannot be read.
+        """
+        path = self.directory / "chat_template.jinja"
+        if path.is_file():
+            return path, path.read_text(encoding="utf-8")
+        template = self._read_json("tokenizer_config.json").get("chat_template")
+        if isinstance(template, list):
+            template = {str(entry.get("name")): entry.get("template") for entry in template}.get("default")
+        return (self.directory / "tokenizer_config.json", template) if isinstance(template, str) else None
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """Text of the special tokens by their names in the configuration files, such as "eos_token"."""
+        entries = {**self._read_json("special_tokens_map.json"), **self._read_json("tokenizer_config.json")}
+        texts = {
+            name: token.get("content") if isinstance(token, dict) else token
+            for name, token in entries.items()
+            if name.endswith("_token")
+        }
+        return {name: text for name, text in texts.items() if isinstance(text, str)}
 
     @property
     def fingerprint(self) -> str:
@@ -94,6 +137,33 @@ class Tokenizer:
                 temporary = target / f".{name}.{os.getpid()}"
                 shutil.copyfile(self.directory / name, temporary)
                 os.replace(temporary, target / name)
+
+    @cached_property
+    def _without_prefix(self) -> HFTokenizer | None:
+        """The tokenizer without the space that it puts before a text; None if it puts none."""
+        state = json.loads(self.processor.to_str())
+        plain = {**state, **{part: _drop_prefix(state.get(part)) for part in ("normalizer", "pre_tokenizer")}}
+        return None if plain == state else HFTokenizer.from_str(json.dumps(plain))
+
+    @cached_property
+    def _prefix_after_special(self) -> bool:
+        """Whether the text after a special token gets the space too."""
+        return '"prepend_scheme":"first"' not in self.processor.to_str()
+
+    @cached_property
+    def _added_ids(self) -> frozenset[int]:
+        return frozenset(self.processor.get_added_tokens_decoder())
+
+    def _encode_after(self, previous_id: int, text: str) -> list[int]:
+        """Ids of `text` behind a text that ends in `previous_id`, with the spaces of one text."""
+        encoding = self.processor.encode(text, add_special_tokens=False)
+        if previous_id in self._added_ids and self._prefix_after_special:
+            return encoding.ids
+        # Special tokens in the text part it, and what is behind the first one is as the tokenizer has it.
+        first = next((i for i, token_id in enumerate(encoding.ids) if token_id in self._added_ids), len(encoding.ids))
+        head = text[: encoding.offsets[first][0]] if first < len(encoding.ids) else text
+        assert self._without_prefix is not None
+        return self._without_prefix.encode(head, add_special_tokens=False).ids + encoding.ids[first:]
 
     def _require(self, kind: str) -> int:
         token_id: int | None = getattr(self, f"{kind}_id")
@@ -143,3 +213,18 @@ class Tokenizer:
         if not isinstance(content, dict):
             raise UsageError(f"{path} must hold a JSON object, got {type(content).__name__}; correct or remove it")
         return content
+
+
+def _drop_prefix(part: Any) -> Any:
+    """A normalizer or pre-tokenizer, as tokenizer.json describes it, that puts no space before a text."""
+    if not isinstance(part, dict):
+        return part
+    if part.get("type") == "Sequence":
+        key = "normalizers" if "normalizers" in part else "pretokenizers"
+        kept = [_drop_prefix(item) for item in part[key]]
+        return {**part, key: [item for item in kept if item is not None]}
+    if part.get("type") == "Prepend":
+        return None
+    if part.get("type") == "Metaspace":
+        return {**part, "prepend_scheme": "never"}
+    return {**part, "add_prefix_space": False} if part.get("add_prefix_space") else part

@@ -117,3 +117,16 @@ def test_unusable_files_are_named(tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_text('{"version": "1.0", "model"')
     with pytest.raises(UsageError, match=r"tokenizer\.json is not a readable tokenizer\.json"):
         Tokenizer(folder)
+
+
+def test_special_tokens_are_those_of_the_configuration_files(tmp_path: Path) -> None:
+    configs = {
+        "special_tokens_map": {"eos_token": "a", "pad_token": {"content": "b"}},
+        "tokenizer_config": {"eos_token": "<end>", "bos_token": None, "add_bos_token": True},
+    }
+    assert Tokenizer(write(tmp_path, **configs)).special_tokens == {"eos_token": "<end>", "pad_token": "b"}
+
+
+def test_pieces_are_encoded_alone_where_no_space_is_put_before_a_text(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write(tmp_path))
+    assert tokenizer.encode_pieces([["a b", "b"], [], ["", "a"]]) == [[[0, 1], [1]], [], [[], [0]]]

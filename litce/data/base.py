@@ -3,7 +3,7 @@
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -59,6 +59,10 @@ class DataModule(ABC):
             "targets": pad_sequence([s["targets"] for s in samples], batch_first=True, padding_value=IGNORE_INDEX),
         }
 
+    def opening_samples(self) -> Sequence[int]:
+        """Indices of the training samples that open the first epoch; a function of the data alone."""
+        return ()
+
     def unigram_loss(self) -> float | None:
         """Validation cross-entropy in nats per token of an add-one unigram model of the training tokens, if known.
 
@@ -68,7 +72,7 @@ class DataModule(ABC):
 
 
 class ResumableSampler(Sampler[int]):
-    """Indices of one rank, in an order that depends on (seed, epoch) alone.
+    """Indices of one rank, in an order that depends on (seed, epoch) alone; those of `opening` open epoch 0.
 
     Position i of an epoch belongs to rank `i % world_size`, so that after k samples on every rank exactly the first
     `k * world_size` positions are consumed. Every rank yields `ceil(num_samples / world_size)` indices per epoch;
@@ -78,7 +82,16 @@ class ResumableSampler(Sampler[int]):
     ahead) and calls `set_position` before it iterates, in a new epoch as after a resume.
     """
 
-    def __init__(self, num_samples: int, *, shuffle: bool, seed: int, rank: int = 0, world_size: int = 1) -> None:
+    def __init__(
+        self,
+        num_samples: int,
+        *,
+        shuffle: bool,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        opening: Sequence[int] = (),
+    ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank must be in [0, world_size), got rank {rank} of world_size {world_size}")
         self.num_samples = num_samples
@@ -86,6 +99,7 @@ class ResumableSampler(Sampler[int]):
         self.seed = seed
         self.rank = rank
         self.world_size = world_size
+        self.opening = torch.tensor(opening, dtype=torch.int64)
         self.epoch = 0
         self.start = 0
 
@@ -113,6 +127,8 @@ class ResumableSampler(Sampler[int]):
             # Both numbers enter, so that epoch 1 of seed 0 is not epoch 0 of seed 1.
             generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self.epoch) % 2**63)
             order = torch.randperm(self.num_samples, generator=generator)
+        if self.epoch == 0:
+            order = torch.cat((self.opening, order[~torch.isin(order, self.opening)]))
         for step in range(self.start, len(self)):
             position = step * self.world_size + self.rank
             yield int(order[position]) if position < self.num_samples else PADDING_SAMPLE
@@ -156,7 +172,14 @@ def make_dataloader(
     return DataLoader(
         samples,
         batch_size=batch_size,
-        sampler=ResumableSampler(len(samples), shuffle=shuffle, seed=seed, rank=rank, world_size=world_size),
+        sampler=ResumableSampler(
+            len(samples),
+            shuffle=shuffle,
+            seed=seed,
+            rank=rank,
+            world_size=world_size,
+            opening=data.opening_samples() if shuffle else (),
+        ),
         num_workers=data.num_workers,
         collate_fn=data.collate,
         # Otherwise every new iterator draws from the global generator, and a resumed run would see other dropout.

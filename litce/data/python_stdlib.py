@@ -49,10 +49,19 @@ def stdlib_documents(root: Path) -> list[Document]:
             documents.append(Document(name.as_posix(), path))
     if len(documents) < 2:
         raise UsageError(
-            f"--data PythonStdlib found no .py sources in {root}, the standard library of this interpreter (zipped or "
-            "stripped?); use --data TextFiles with --data.path, or another interpreter"
+            f"there are no .py sources in {root}, the standard library of this interpreter (zipped or stripped?), for "
+            "--data PythonStdlib and Docstrings; use --data TextFiles or JSON, or another interpreter"
         )
     return sorted(documents, key=lambda document: document.name)
+
+
+def split_stdlib() -> tuple[list[Document], list[Document]]:
+    """The library's training and validation files.
+
+    Raises:
+        UsageError: there are no sources.
+    """
+    return split_documents(stdlib_documents(stdlib_root()), VAL_FRACTION)
 
 
 def _is_utf8_text(path: Path) -> bool:
@@ -138,5 +147,5 @@ class PythonStdlib(TextDataModule):
 
     def _split(self) -> tuple[list[Document], list[Document]]:
         if self._documents is None:
-            self._documents = split_documents(stdlib_documents(stdlib_root()), VAL_FRACTION)
+            self._documents = split_stdlib()
         return self._documents

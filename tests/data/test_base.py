@@ -1,12 +1,18 @@
 import itertools
+import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from litce import data as data_modules
+from litce.data import JSON, Docstrings, LitData, PythonStdlib, TextFiles, TokenFile
 from litce.data.base import PADDING_SAMPLE, DataModule, ResumableSampler, Sample, make_dataloader
+from litce.tokenizer import Tokenizer
 
 NUM_SAMPLES = 20
 
@@ -95,6 +101,24 @@ def test_consumed_samples_are_a_prefix_whatever_the_world_size() -> None:
     assert sorted(halves[0][:4] + halves[1][:4]) == sorted(order[:8])
 
 
+def test_opening_samples_open_the_first_epoch_alone_and_whatever_the_world_size() -> None:
+    opening = [17, 3, 5]
+    sampler = ResumableSampler(NUM_SAMPLES, shuffle=True, seed=3, opening=opening)
+    order = list(sampler)
+    assert order[:3] == opening
+    assert sorted(order) == list(range(NUM_SAMPLES))
+    plain = ResumableSampler(NUM_SAMPLES, shuffle=True, seed=3)
+    assert order[3:] == [index for index in plain if index not in opening]
+    for rank in (0, 1):
+        half = ResumableSampler(NUM_SAMPLES, shuffle=True, seed=3, rank=rank, world_size=2, opening=opening)
+        assert list(half) == order[rank::2]
+        half.set_position(0, 2)
+        assert list(half) == order[rank + 4 :: 2]
+    for epoch_sampler in (sampler, plain):
+        epoch_sampler.set_position(1, 0)
+    assert list(sampler) == list(plain)
+
+
 def test_order_changes_with_epoch_and_seed_and_not_without_shuffling() -> None:
     orders = []
     for seed, epoch in itertools.product((0, 1), (0, 1)):
@@ -137,6 +161,59 @@ def test_collate_pads_to_the_longest() -> None:
     assert batch["input_ids"].tolist() == [[1, 1, 1, 0], [2, 2, 2, 2]]
     assert batch["targets"].tolist() == [[2, 2, 2, -100], [3, 3, 3, 3]]
     assert batch["input_ids"].dtype == batch["targets"].dtype == torch.int64
+
+
+@pytest.mark.parametrize("name", sorted(set(data_modules.__all__) - {"DataModule"}))
+def test_ids_above_16_bits_are_kept_by_every_module(
+    name: str, tmp_path: Path, stdlib: Path, fake_litdata: None, big_tokenizer: Tokenizer
+) -> None:
+    words, ids = "w65535 w65536 w69999 w1", [65_535, 65_536, 69_999, 1, 70_000]
+    text, rows, binary = tmp_path / "a.txt", tmp_path / "a.json", tmp_path / "a.bin"
+    for path in (text, text.with_name("b.txt")):
+        path.write_text(words)
+    rows.write_text(json.dumps([{"instruction": "w2", "output": words}]))
+    np.array(ids, "uint32").tofile(binary)
+    for path in stdlib.rglob("module*.py"):
+        path.write_text(f'def {path.stem}():\n    """{words}"""\n    pass\n' if name == "Docstrings" else words)
+    modules: dict[str, tuple[Callable[[], DataModule], list[int]]] = {
+        "Docstrings": (lambda: Docstrings(prompt_style="raw"), ids),
+        "JSON": (lambda: JSON(rows, rows, prompt_style="raw"), ids),
+        "LitData": (lambda: LitData("train", "val"), list(range(65_531, 65_539))),
+        "PythonStdlib": (lambda: PythonStdlib(vocab_size=257), ids[1:]),
+        "TextFiles": (lambda: TextFiles(text, text.with_name("b.txt")), ids[1:]),
+        "TokenFile": (lambda: TokenFile(binary, binary, dtype="uint32"), ids[1:]),
+    }
+    build, expected = modules[name]
+    data = build()
+    data.prepare()
+    data.connect(big_tokenizer, max_seq_length=4 if expected == ids[1:] else 8)
+    for dataset in (data.train_dataset(), data.val_dataset()):
+        targets = dataset[0]["targets"]
+        assert targets[targets != -100].tolist() == expected
+
+
+@pytest.mark.slow
+def test_a_published_vocabulary_of_151643_tokens_survives(tmp_path: Path, qwen_tokenizer: Tokenizer) -> None:
+    """Every token that is text on its own, through a text file and through a reply."""
+    assert qwen_tokenizer.eos_id == 151_643
+    texts = [qwen_tokenizer.decode([i]) for i in range(151_643)]
+    whole = [i for i, text in enumerate(texts) if "\ufffd" not in text and "\r" not in text]
+    assert len(whole) > 140_000
+    ids = qwen_tokenizer.encode_batch([texts[i] for i in whole])
+    assert ids == [[i] for i in whole]
+    replies = [texts[i] for i in whole if texts[i].strip()]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"instruction": "a", "output": text}) for text in replies))
+    data = JSON(tmp_path / "a.jsonl", tmp_path / "a.jsonl", prompt_style="raw")
+    data.connect(qwen_tokenizer, 8)
+    expected = [i for i in whole if texts[i].strip()]
+    assert data.train_dataset().targets().reshape(-1, 2)[:, 0].tolist() == expected
+    for name, text in (("a", "".join(texts[i] for i in whole)), ("b", "".join(texts[i] for i in whole[::-1]))):
+        (tmp_path / f"{name}.txt").write_bytes(text.encode())
+    text_data = TextFiles(tmp_path / "a.txt", tmp_path / "b.txt")
+    text_data.connect(qwen_tokenizer, 8)
+    for dataset, order in ((text_data.train_dataset(), whole), (text_data.val_dataset(), whole[::-1])):
+        assert int(dataset.tokens.max()) == 151_643
+        assert qwen_tokenizer.decode(dataset.tokens.tolist()[:-1]) == "".join(texts[i] for i in order)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

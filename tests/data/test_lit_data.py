@@ -1,5 +1,4 @@
 import sys
-from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -7,24 +6,6 @@ import torch
 
 from litce.args import UsageError
 from litce.data import LitData
-
-
-class FakeStream(list[torch.Tensor]):
-    """Blocks of `block_size` tokens of a stream of ids above 16 bits, as litdata returns them by index."""
-
-    def __init__(self, path: str, item_loader: SimpleNamespace) -> None:
-        num_tokens = {"train": 20, "val": 10}[path]
-        ids = torch.arange(65_530, 65_530 + num_tokens, dtype=torch.int32)
-        size = item_loader.block_size
-        super().__init__(ids[i : i + size] for i in range(0, num_tokens - size + 1, size))
-
-
-@pytest.fixture
-def fake_litdata(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = ModuleType("litdata")
-    module.StreamingDataset = FakeStream  # type: ignore[attr-defined]
-    module.TokensLoader = lambda block_size: SimpleNamespace(block_size=block_size)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "litdata", module)
 
 
 def test_blocks_are_shifted_int64_samples_by_index(fake_litdata: None) -> None:
