@@ -167,7 +167,7 @@ def _step(
         batch = fabric.to_device(batch)
         input_ids = batch["input_ids"]
         if train.scheduled_sampling:
-            input_ids = with_own_tokens(state.model, input_ids, train.scheduled_sampling)
+            input_ids = with_own_tokens(state.model, input_ids, batch["targets"], train.scheduled_sampling)
         with fabric.no_backward_sync(state.model, enabled=i < len(micro_batches)):
             loss = state.model(input_ids, batch["targets"])
             fabric.backward(loss * scale)

@@ -23,12 +23,13 @@ class Counter(torch.nn.Module):
 def test_share_and_place_of_the_models_tokens(probability: float) -> None:
     torch.manual_seed(0)
     ids = torch.arange(8000).reshape(8, 1000)
-    mixed = with_own_tokens(Counter(), ids, probability)
-    assert torch.equal(mixed[:, 0], ids[:, 0])
+    targets = (ids + 1).index_fill(1, torch.arange(100), -100)
+    mixed = with_own_tokens(Counter(), ids, targets, probability)
+    assert torch.equal(mixed[:, :101], ids[:, :101])  # the prompt
     own = mixed[:, 1:] != ids[:, 1:]
     # A guess made from the true token before its place.
     assert torch.equal(mixed[:, 1:][own], (ids[:, :-1] + 100)[own])
-    assert own.float().mean().item() == pytest.approx(probability, abs=4 * (0.25 / 7992) ** 0.5)
+    assert own[:, 100:].float().mean().item() == pytest.approx(probability, abs=4 * (0.25 / 7192) ** 0.5)
 
 
 def test_guesses_are_drawn_from_the_models_distribution() -> None:
@@ -38,7 +39,7 @@ def test_guesses_are_drawn_from_the_models_distribution() -> None:
     with torch.no_grad():
         model.lm_head.weight.mul_(10)
     ids = torch.randint(64, (1, 8))
-    drawn = torch.stack([with_own_tokens(model, ids, 1.0)[0, 4] for _ in range(1500)])
+    drawn = torch.stack([with_own_tokens(model, ids, ids, 1.0)[0, 4] for _ in range(1500)])
     expected = model(ids)[0, 3].softmax(-1) * 1500
     observed = drawn.bincount(minlength=64).float()
     common = expected > 5
