@@ -14,8 +14,8 @@ def with_own_tokens(
 
     The guesses are drawn from the model's distribution at every position in one parallel pass over the true tokens, as
     Mihaylova and Martins (2019, arXiv:1906.07651) do for transformers, and block by block of the vocabulary. First
-    tokens stay: nothing comes before them; and so do tokens that are no target, such as a prompt's. Random numbers come from torch's default generators, whose states
-    checkpoints hold.
+    tokens stay: nothing comes before them; and so do tokens that are no target, such as a prompt's. Random numbers
+    come from torch's default generators, whose states checkpoints hold.
 
     Args:
         model: maps (input_ids, sample=temperature) to a guess (B, T) of the token after each.
