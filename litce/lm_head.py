@@ -54,9 +54,17 @@ class LMHead(nn.Linear):
         """Return the effective weight (V, D) and bias (V,), differentiable in the head's own parameters."""
         return self.weight, self.bias
 
-    def forward(self, x: Tensor, targets: Tensor | None = None, *, sample: float | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        targets: Tensor | None = None,
+        *,
+        num_supervised: int | None = None,
+        sample: float | None = None,
+    ) -> Tensor:
         """Return logits (..., V) of `x` (..., D), or the fp32 sum of the losses of `targets` (...), -100 ignored.
 
+        `num_supervised` is the number of the other targets where it is known: a GPU skips the ignored ones.
         With `sample`, tokens (...) drawn at that temperature, by torch's default generator.
         """
         weight, bias = self.projection()
@@ -85,4 +93,5 @@ class LMHead(nn.Linear):
             options=self.options,
             vocab_size=self.vocab_size,
             project_in_fp32=self.fp32,
+            num_supervised=num_supervised,
         )

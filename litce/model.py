@@ -34,12 +34,20 @@ class GPT(nn.Module):
             self.register_load_state_dict_pre_hook(_insert_tied_head)
             self.register_load_state_dict_post_hook(_retie)
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None, *, sample: float | None = None) -> Tensor:
+    def forward(
+        self,
+        idx: Tensor,
+        targets: Tensor | None = None,
+        *,
+        num_supervised: int | None = None,
+        sample: float | None = None,
+    ) -> Tensor:
         """Logits of the next token, or their summed cross-entropy.
 
         Args:
             idx: token ids, int64, (B, T).
             targets: the id that follows each token of `idx`, int64, (B, T); -100 where nothing is to be predicted.
+            num_supervised: the number of the other targets where the host knows it; a GPU skips the ignored ones.
             sample: temperature at which to draw a next token for each position.
 
         Returns:
@@ -51,7 +59,7 @@ class GPT(nn.Module):
             ValueError: if T exceeds `max_seq_length`.
         """
         x = self.hidden_states(idx)
-        return self.lm_head(x, targets, sample=sample)
+        return self.lm_head(x, targets, num_supervised=num_supervised, sample=sample)
 
     def hidden_states(self, idx: Tensor) -> Tensor:
         """The head's input, (B, T, n_embd), for token ids `idx`, int64, (B, T).

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from litce.loss.column_filter import ColumnFilter, add_filtered_grads_
 from litce.loss.function import LossSettings, guarded_backward, guarded_forward
+from litce.loss.host_sync import is_host_readable
 from litce.loss.options import LossOptions
 from litce.loss.projection import TILE_COLUMNS, Projection, new_input_product, tiles
 from litce.loss.rows import exp_sum, exp_sum_, logits_grad_, read_target_, subtract_target_
@@ -70,7 +71,7 @@ def chunked_loss_and_grads(
         assert storage is not None
         logits = storage[: vocab_size * len(target)].view(vocab_size, -1)
         losses, total = _losses_and_logits_grad(projection, x, target, logits)
-        loss += losses @ row_weights[block]
+        loss += rows.losses(losses, block) @ row_weights[block]
         if not any(needs):
             continue
         row_scale = row_weights[block] * (projection.options.logit_scale / total)
@@ -200,6 +201,6 @@ def scale_grad_(grad: Tensor | None, upstream: Tensor, dtype: torch.dtype) -> Te
     """Return `grad * upstream` in `dtype`, in place where the dtype allows; `upstream` broadcasts against `grad`."""
     if grad is None:
         return None
-    if upstream.device.type != "cpu" or upstream.numel() != 1 or float(upstream) != 1.0:
+    if not is_host_readable(upstream.device) or upstream.numel() != 1 or float(upstream) != 1.0:
         grad.mul_(upstream)
     return grad.to(dtype)

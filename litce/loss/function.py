@@ -25,10 +25,11 @@ class LossSettings:
     dtype: torch.dtype  # of the operands of every GEMM
     input_dtype: torch.dtype  # that hidden states are rounded to before
     vocab_size: int  # rows of the weight in use; rows after them are padding, outside the softmax
+    num_supervised: int | None = None  # targets that are not ignored, or a bound of it, if the host knows it
 
     def rows(self, input: Tensor, target: Tensor) -> SupervisedRows:
         """Return the rows of `input` (..., D) that `target` (...) supervises."""
-        return SupervisedRows(input, target, self.ignore_index)
+        return SupervisedRows(input, target, self.ignore_index, self.num_supervised)
 
     def projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
         """Return the head that `weight` (V, D) and `bias` (V,) make."""

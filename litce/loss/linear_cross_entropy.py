@@ -15,7 +15,7 @@ from litce.loss.function import LossSettings, no_autocast
 from litce.loss.options import LossOptions
 from litce.loss.plan import DEFAULT_BUDGET_BYTES, CrossEntropyPlan, plan_cross_entropy
 from litce.loss.projection import operand_dtype
-from litce.loss.targets import check_operands, checked_targets
+from litce.loss.targets import check_num_supervised, check_operands, checked_targets, nan_beyond_bound
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -37,6 +37,7 @@ def linear_cross_entropy(
     chunk_size: int | Literal["auto"] = "auto",
     memory_budget_bytes: int = DEFAULT_BUDGET_BYTES,
     filter_tolerance: float = 0.0,
+    num_supervised: int | None = None,
 ) -> Tensor:
     """Return `cross_entropy(linear(input, linear_weight, linear_bias), target)` without holding the logits.
 
@@ -63,9 +64,13 @@ def linear_cross_entropy(
         memory_budget_bytes: what "auto" may use above inputs and gradients, in bytes.
         filter_tolerance: share of the predicted probability, averaged over the rows of a block, whose gradient may be
             dropped to save time, in [0, 1); 0 is exact. See `ColumnFilter` for the bound on the gradients.
+        num_supervised: number of supervised targets, or a bound of it, if the host knows it. A GPU then skips the other
+            rows; without it ignored rows cost there what others do, because counting them would wait for the GPU. A
+            CPU counts them itself.
 
     Raises:
-        ValueError: for shapes, dtypes or options that do not go together, or a target outside [0, V) on the CPU.
+        ValueError: for shapes, dtypes or options that do not go together; on the CPU also for a target outside [0, V)
+            and for more supervised targets than `num_supervised`. On a GPU the loss is NaN then.
         RuntimeError: from a second derivative; the loss can be differentiated once.
     """
     options = LossOptions(label_smoothing, z_loss, logit_softcap, logit_scale)
@@ -92,6 +97,7 @@ def linear_cross_entropy(
         reduction=reduction,
         options=options,
         token_weights=token_weights,
+        num_supervised=num_supervised,
     )
 
 
@@ -152,6 +158,7 @@ def run_plan(
     token_weights: Tensor | None = None,  # (...)
     vocab_size: int | None = None,
     project_in_fp32: bool = False,
+    num_supervised: int | None = None,
 ) -> Tensor:
     """Return the loss by a plan made before; arguments and errors as `linear_cross_entropy`.
 
@@ -168,6 +175,7 @@ def run_plan(
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction={reduction!r}; choose mean, sum or none")
     target = checked_targets(target, vocab_size, ignore_index)
+    check_num_supervised(num_supervised, target, ignore_index)
     if token_weights is not None:
         token_weights = torch.where(target != ignore_index, token_weights, 0)
     if plan.filter_tolerance and (options.label_smoothing or options.z_loss):
@@ -182,6 +190,7 @@ def run_plan(
         dtype=torch.promote_types(weight.dtype, torch.float32) if project_in_fp32 else operand_dtype(weight),
         input_dtype=torch.promote_types(weight.dtype, torch.float32) if project_in_fp32 else weight.dtype,
         vocab_size=vocab_size,
+        num_supervised=num_supervised,
     )
     if plan.strategy == "chunked" and not per_row:
         dtype = torch.promote_types(weight.dtype, torch.float32)
@@ -190,13 +199,14 @@ def run_plan(
             row_weights = token_weights.to(dtype)
         if divisor is not None:
             row_weights = row_weights / divisor
-        return ChunkedCrossEntropy.apply(
+        loss = ChunkedCrossEntropy.apply(
             *_without_graph(input, weight, bias),
             target,
             row_weights,
             settings,
             RowBlocks(plan.rows, plan.lent_rows, plan.filter_tolerance),
         )
+        return nan_beyond_bound(loss, num_supervised, target, ignore_index)
     if plan.strategy == "dense":
         with no_autocast(input.device.type) if project_in_fp32 else nullcontext():
             losses = dense_losses(input, weight, bias, target, settings)
@@ -207,6 +217,7 @@ def run_plan(
             settings,
             TileBlocks(plan.rows, plan.vocab_tile, plan.filter_tolerance),
         )
+    losses = nan_beyond_bound(losses, num_supervised, target, ignore_index)
     if token_weights is not None:
         losses = losses * token_weights.to(losses.dtype)
     if reduction == "none":

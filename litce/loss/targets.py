@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from litce.loss.host_sync import is_host_readable
+
 
 def checked_targets(target: Tensor, vocab_size: int, ignore_index: int) -> Tensor:
     """Return the targets as int64.
@@ -18,7 +20,7 @@ def checked_targets(target: Tensor, vocab_size: int, ignore_index: int) -> Tenso
     if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
         raise ValueError(f"target has dtype {target.dtype}; class indices are needed, in an integer dtype")
     target = target.long()  # few operators take unsigned integers
-    if target.device.type != "cpu":
+    if not is_host_readable(target.device):
         return target
     wrong = (target != ignore_index) & ((target < 0) | (target >= vocab_size))
     if bool(wrong.any()):
@@ -28,6 +30,28 @@ def checked_targets(target: Tensor, vocab_size: int, ignore_index: int) -> Tenso
             f"ignore_index={ignore_index}; is the model's vocabulary smaller than the tokenizer's?"
         )
     return target
+
+
+def check_num_supervised(num_supervised: int | None, target: Tensor, ignore_index: int) -> None:
+    """Raise ValueError unless `num_supervised` can bound the number of supervised targets; on the CPU, unless it does.
+
+    On a GPU `nan_beyond_bound` reports what cannot be seen here.
+    """
+    if num_supervised is None:
+        return
+    if isinstance(num_supervised, bool) or not isinstance(num_supervised, int) or num_supervised < 0:
+        raise ValueError(f"num_supervised={num_supervised!r}; give a number of targets, or None where it is not known")
+    if is_host_readable(target.device):
+        actual = int((target != ignore_index).sum())
+        if actual > num_supervised:
+            raise ValueError(f"num_supervised={num_supervised}, but {actual} targets are not ignore_index")
+
+
+def nan_beyond_bound(losses: Tensor, num_supervised: int | None, target: Tensor, ignore_index: int) -> Tensor:
+    """Return `losses`, on a GPU NaN in their place if more targets are supervised than `num_supervised`."""
+    if num_supervised is None or is_host_readable(target.device):
+        return losses
+    return losses.masked_fill((target != ignore_index).sum() > num_supervised, torch.nan)
 
 
 def check_operands(input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) -> None:

@@ -37,8 +37,8 @@ def fit(
 
     Args:
         fabric: launched.
-        state: model and optimizer set up by `fabric`; the model maps (input_ids, targets) to a summed loss. Advanced
-            in place.
+        state: model and optimizer set up by `fabric`; the model maps (input_ids, targets, num_supervised=...) to a
+            summed loss. Advanced in place.
         train_loader: as `make_dataloader` builds it.
         val_loader: the same.
         train: batches, limits and intervals.
@@ -72,7 +72,7 @@ def fit(
     while True:
         sampler.set_position(state.epoch, state.num_samples)
         for micro_batches in _groups(train_loader, accumulation_iters):
-            num_tokens = total(sum(int((batch["targets"] != IGNORE_INDEX).sum()) for batch in micro_batches))
+            num_tokens = total(sum(map(_num_supervised, micro_batches)))
             lr = learning_rate(state.step)
             loss_sum = _step(fabric, state, micro_batches, num_tokens, lr, train)
 
@@ -114,9 +114,10 @@ def validate(fabric: Fabric, model: nn.Module, loader: DataLoader[Sample], max_i
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=fabric.device)
     for batch in islice(loader, max_iters):
+        count = _num_supervised(batch)
         batch = fabric.to_device(batch)
-        sums[0] += model(batch["input_ids"], batch["targets"])
-        sums[1] += (batch["targets"] != IGNORE_INDEX).sum()
+        sums[0] += model(batch["input_ids"], batch["targets"], num_supervised=count)
+        sums[1] += count
     model.train(was_training)
     loss_sum, num_tokens = _device_sum(fabric, sums).tolist()
     return loss_sum / num_tokens if num_tokens else math.nan
@@ -164,12 +165,13 @@ def _step(
     scale = fabric.world_size / max(1, num_tokens)
     loss_sum = torch.zeros((), device=fabric.device)
     for i, batch in enumerate(micro_batches, start=1):
+        count = _num_supervised(batch)
         batch = fabric.to_device(batch)
         input_ids = batch["input_ids"]
         if train.scheduled_sampling:
             input_ids = with_own_tokens(state.model, input_ids, batch["targets"], train.scheduled_sampling)
         with fabric.no_backward_sync(state.model, enabled=i < len(micro_batches)):
-            loss = state.model(input_ids, batch["targets"])
+            loss = state.model(input_ids, batch["targets"], num_supervised=count)
             fabric.backward(loss * scale)
         loss_sum += loss.detach()
     for group in state.optimizer.param_groups:
@@ -179,6 +181,11 @@ def _step(
     state.optimizer.step()
     state.optimizer.zero_grad()
     return loss_sum
+
+
+def _num_supervised(batch: Sample) -> int:
+    """The number of supervised targets of a batch that is still on the host."""
+    return int((batch["targets"] != IGNORE_INDEX).sum())
 
 
 def _groups(loader: DataLoader[Sample], size: int) -> Iterator[list[Sample]]:

@@ -1,4 +1,5 @@
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -6,12 +7,13 @@ import torch.nn.functional as F
 from lightning.fabric import Fabric
 from torch.utils.data import DataLoader
 
-from litce.args import TrainArgs, UsageError
+from litce import lm_head
+from litce.args import EvalArgs, TrainArgs, UsageError
 from litce.config import Config
 from litce.data.base import Sample, make_dataloader
 from litce.model import GPT
 from litce.training.loop import limit_reached, total_steps, validate
-from tests.tiny import MODEL, Numbers
+from tests.tiny import MODEL, Numbers, pretrain
 
 
 @pytest.fixture
@@ -54,6 +56,20 @@ def test_validation_leaves_mode_gradients_and_random_numbers_alone(model: GPT, t
     assert modes == [(False, False)] * 3
     assert model.training == training and torch.equal(torch.get_rng_state(), before)
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_head_is_told_how_many_targets_are_supervised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In training and validation: without it the head of a GPU spends time on the others."""
+    told, run_plan = [], lm_head.run_plan
+
+    def spy(plan, x, weight, target, *, num_supervised, **options):
+        told.append((num_supervised, int((target != -100).sum())))
+        return run_plan(plan, x, weight, target, num_supervised=num_supervised, **options)
+
+    monkeypatch.setattr(lm_head, "run_plan", spy)
+    pretrain(tmp_path / "run", Numbers(num_samples=8), eval=EvalArgs(initial_validation=False, final_validation=True))
+    assert len(told) == 2 * 2 + 3  # micro-batches of two steps, batches of the validation
+    assert all(a == b for a, b in told) and len(set(told)) > 1
 
 
 def test_validation_without_tokens_is_nan(model: GPT) -> None:
