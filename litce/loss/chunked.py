@@ -83,7 +83,8 @@ def chunked_loss_and_grads(
             kept = ColumnFilter(blocks.filter_tolerance, vocab_size).kept(logits, total, target, 0)
             add_filtered_grads_(projection, logits, 0, kept, product, weight_grad, scaled)
         else:
-            for tile, columns in _tiles(logits) if lender is None else _lent_tiles(logits):
+            width = projection.tile_columns
+            for tile, columns in _tiles(logits, width) if lender is None else _lent_tiles(logits):
                 if product is not None:
                     projection.input_grad_(product, columns, tile.start, accumulate=True)
                 if weight_grad is not None:
@@ -94,8 +95,8 @@ def chunked_loss_and_grads(
     return loss, (input_grad, weight_grad, bias_grad)
 
 
-def _tiles(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    for tile in tiles(len(logits), TILE_COLUMNS):
+def _tiles(logits: Tensor, width: int) -> Iterator[tuple[slice, Tensor]]:
+    for tile in tiles(len(logits), width):
         yield tile, logits[tile]
 
 
@@ -120,7 +121,7 @@ def lent_tile_columns(num_rows: int) -> int:
 def _losses_and_logits_grad(projection: Projection, x: Tensor, target: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the logits of `x` in `logits` (V, rows); return and leave what `losses_and_logits_grad_` does."""
     row_max = torch.full((len(target),), torch.finfo(logits.dtype).min, dtype=logits.dtype, device=logits.device)
-    for tile in tiles(len(logits), TILE_COLUMNS):
+    for tile in tiles(len(logits), projection.tile_columns):
         projection.logits_(logits[tile], x, tile.start)
         row_max = torch.maximum(row_max, logits[tile].amax(0))
     return losses_and_logits_grad_(logits, target, row_max, projection.options)

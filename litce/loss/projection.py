@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from litce.loss.options import LossOptions
 
 # Columns of a GEMM over few rows: its tiles of logits and weight stay in the caches, which is 10 to 30 % faster.
 TILE_COLUMNS = 2048
-# A 16-bit weight is widened tile by tile; 4 MiB stays in the caches while the GEMM reads it.
+# What is cast to the dtype of a GEMM, or from that of its product, is cast tile by tile. 4 MiB stays in the caches.
 CAST_TILE_BYTES = 4 * 2**20
 # With fewer rows than this, BLAS sums a product over the vocabulary in one running fp32 sum, whose error at V = 152k is
 # 13 times that of its kernels for more rows. Partial sums over tiles of so many columns bring it down to theirs.
@@ -49,6 +50,11 @@ class Projection:
     vocab_size: int  # V
 
     @property
+    def tile_columns(self) -> int:
+        """Columns of a GEMM over few rows: few stay in a CPU's caches, a GPU wants few launches."""
+        return TILE_COLUMNS if self.weight.device.type == "cpu" else self.vocab_size
+
+    @property
     def accumulate_dtype(self) -> torch.dtype:
         """Logits, sums and gradient accumulators are fp32 (fp64 for fp64 weights)."""
         return torch.promote_types(self.dtype, torch.float32)
@@ -59,7 +65,7 @@ class Projection:
 
     def logits_(self, block: Tensor, x: Tensor, start: int) -> Tensor:
         """Write the logits of columns `start` to `start + v` to `block` (v, rows); `x` is (rows, D) in `self.dtype`."""
-        for a, b in self._tiles(start, *block.shape):
+        for a, b in self._tiles(start, len(block), self._copied_weight, 0 if self._widens_products else len(x)):
             _matmul_(block[a - start : b - start], self._weight_tile(a, b), x.t(), accumulate=False)
         if self.bias is not None:
             block.add_(self.bias[start : start + block.shape[0], None])
@@ -67,16 +73,22 @@ class Projection:
 
     def input_grad_(self, grad: Tensor, block: Tensor, start: int, *, accumulate: bool) -> None:
         """Write or add `block.T @ weight[start:start + v]` to `grad` (rows, D); `block` is (v, rows)."""
-        for a, b in self._tiles(start, *block.shape):
-            columns = block[a - start : b - start].to(self.dtype)
-            if block.shape[1] < FEW_ROWS and (accumulate or a > start):
-                grad.add_(columns.t() @ self._weight_tile(a, b))
+        few_rows = len(grad) < FEW_ROWS
+        limit = FEW_ROWS_TILE if few_rows else len(block)
+        for a, b in self._tiles(start, len(block), self._copied_weight, self._copied_block(grad), limit=limit):
+            columns, weight = block[a - start : b - start].to(self.dtype), self._weight_tile(a, b)
+            if few_rows and (accumulate or a > start):
+                product = torch.empty_like(grad)
+                _matmul_(product, columns.t(), weight, accumulate=False)
+                grad.add_(product)
             else:
-                _matmul_(grad, columns.t(), self._weight_tile(a, b), accumulate=accumulate or a > start)
+                _matmul_(grad, columns.t(), weight, accumulate=accumulate or a > start)
 
     def weight_grad_(self, grad: Tensor, block: Tensor, x: Tensor, *, accumulate: bool) -> None:
         """Write or add `block @ x` to `grad` (v, D); `block` is (v, rows), `x` (rows, D) in `self.dtype`."""
-        _matmul_(grad, block.to(self.dtype), x, accumulate=accumulate)
+        copied_product = 0 if self._widens_products else x.shape[1]
+        for a, b in self._tiles(0, len(block), self._copied_block(x), copied_product):
+            _matmul_(grad[a:b], block[a:b].to(self.dtype), x, accumulate=accumulate)
 
     def weight_sum(self) -> Tensor:
         """Return the sum of the weight's rows (D,) in the accumulators' dtype."""
@@ -88,12 +100,26 @@ class Projection:
     def _weight_tile(self, start: int, stop: int) -> Tensor:
         return self.weight[start:stop].to(self.dtype)
 
-    def _tiles(self, start: int, num_columns: int, num_rows: int) -> Iterator[tuple[int, int]]:
-        step = num_columns
-        if num_rows < FEW_ROWS:
-            step = FEW_ROWS_TILE
-        elif self.weight.dtype != self.dtype:
-            step = max(1, CAST_TILE_BYTES // (self.weight.shape[1] * self.dtype.itemsize))
+    @property
+    def _widens_products(self) -> bool:
+        """Whether products arrive in the accumulators' dtype, without a copy in that of the operands."""
+        return self.dtype == self.accumulate_dtype or multiplies_into_fp32(self.weight.device, self.dtype)
+
+    @property
+    def _copied_weight(self) -> int:
+        """Values that are cast per column of the vocabulary before a GEMM with the weight."""
+        return 0 if self.weight.dtype == self.dtype else self.weight.shape[1]
+
+    def _copied_block(self, rows: Tensor) -> int:
+        """Values that are cast per column of the vocabulary before a GEMM with a block of `rows`."""
+        return 0 if self.dtype == self.accumulate_dtype else len(rows)
+
+    def _tiles(self, start: int, num_columns: int, *copied: int, limit: int | None = None) -> Iterator[tuple[int, int]]:
+        """Yield the bounds of tiles, at most `limit` wide, of which no cast of `copied` values per column is large."""
+        step = num_columns if limit is None else limit
+        for values in copied:
+            if values > 0:
+                step = min(step, max(1, CAST_TILE_BYTES // (values * self.dtype.itemsize)))
         for a in range(start, start + num_columns, step):
             yield a, min(a + step, start + num_columns)
 
@@ -115,12 +141,31 @@ def new_input_product(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty((num_rows, n_embd), dtype=dtype, device=x.device)
 
 
+@functools.cache
+def multiplies_into_fp32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `torch.mm` and `addmm` take `out_dtype`: from torch 2.8, for 16-bit operands, on CUDA.
+
+    The product then leaves the multiplier's fp32 accumulators unrounded.
+    """
+    if device.type == "cpu":
+        return False
+    operand, out = torch.zeros((16, 16), dtype=dtype, device=device), torch.zeros((16, 16), device=device)
+    try:
+        torch.addmm(out, operand, operand, out_dtype=torch.float32, out=out)
+    except (TypeError, RuntimeError):
+        return False
+    return True
+
+
 def _matmul_(out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool) -> None:
     """`out = a @ b` or `out += a @ b`, where `out` may be wider than the operands."""
-    if out.dtype != a.dtype:
+    if out.dtype == a.dtype:
+        out.addmm_(a, b) if accumulate else torch.mm(a, b, out=out)
+    elif multiplies_into_fp32(a.device, a.dtype):
+        if accumulate:
+            torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+        else:
+            torch.mm(a, b, out_dtype=out.dtype, out=out)
+    else:
         product = a @ b
         out.add_(product) if accumulate else out.copy_(product)
-    elif accumulate:
-        out.addmm_(a, b)
-    else:
-        torch.mm(a, b, out=out)
