@@ -18,7 +18,9 @@ def dense_losses(input: Tensor, weight: Tensor, bias: Tensor | None, target: Ten
     rows = settings.rows(input, target)
     if settings.vocab_size < len(weight):
         weight, bias = weight[: settings.vocab_size], None if bias is None else bias[: settings.vocab_size]
-    logits = F.linear(rows.hidden(slice(0, len(rows))).to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+    logits = F.linear(
+        rows.hidden(slice(0, len(rows))).to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    )
     logits = options.transform(logits.to(torch.promote_types(logits.dtype, torch.float32)))
     losses = F.cross_entropy(logits, rows.target, reduction="none", label_smoothing=options.label_smoothing)
     if options.z_loss != 0.0:
