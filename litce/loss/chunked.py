@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from litce.loss import triton_block
 from litce.loss.column_filter import ColumnFilter, add_filtered_grads_
 from litce.loss.function import LossSettings, guarded_backward, guarded_forward
 from litce.loss.host_sync import is_host_readable
@@ -120,6 +121,9 @@ def lent_tile_columns(num_rows: int) -> int:
 
 def _losses_and_logits_grad(projection: Projection, x: Tensor, target: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the logits of `x` in `logits` (V, rows); return and leave what `losses_and_logits_grad_` does."""
+    if projection.options.plain_softmax and triton_block.available(logits.device, logits.dtype):
+        losses, _, total = triton_block.softmax_grad_block_(projection.logits_(logits, x, 0), target)
+        return losses, total
     row_max = torch.full((len(target),), torch.finfo(logits.dtype).min, dtype=logits.dtype, device=logits.device)
     for tile in tiles(len(logits), projection.tile_columns):
         projection.logits_(logits[tile], x, tile.start)

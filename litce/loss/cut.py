@@ -19,7 +19,7 @@ from litce.loss.chunked import held_dtype, scale_grad_
 from litce.loss.column_filter import ColumnFilter, add_filtered_grads_
 from litce.loss.function import LossSettings, guarded_backward, guarded_forward
 from litce.loss.projection import Projection, new_input_product
-from litce.loss.rows import block_max, capped_exp_sum_, exp_, exp_sum_, logits_grad_, read_target_
+from litce.loss.rows import add_exp_sum_, block_max, capped_exp_sum_, exp_, logits_grad_, read_target_, zero_target_
 from litce.loss.supervised_rows import SupervisedRows
 
 
@@ -77,20 +77,22 @@ def cut_row_losses(
             read_target_(target_logit, logits, target, start)
             if logit_sum is not None:
                 logit_sum += logits.sum(0)
-            new_max = torch.maximum(row_max, block_max(logits))
-            shrink = exp_(row_max - new_max)
-            row_max = new_max
+            old_max = row_max
             if weighted is None:
-                total = total * shrink + exp_sum_(logits, row_max)
+                row_max, total = add_exp_sum_(logits, old_max, total)
                 continue
             if options.logit_softcap is None:
-                total = total * shrink + exp_sum_(logits, row_max)
+                row_max, total = add_exp_sum_(logits, old_max, total)
             else:
                 if uniform is not None:
                     projection.input_grad_(uniform, options.cap_slope(logits), start, accumulate=start > 0)
-                total = total * shrink + capped_exp_sum_(logits, row_max, options)
+                row_max = torch.maximum(old_max, block_max(logits))
+                total = total * exp_(old_max - row_max) + capped_exp_sum_(logits, row_max, options)
             if start > 0:
-                weighted.mul_(shrink[:, None])
+                weighted.mul_(exp_(old_max - row_max)[:, None])
+            # Its part is added at the end: where the model is confident, little is left of probability minus 1, and a
+            # 16-bit GEMM would round the probability alone by more.
+            zero_target_(logits, target, start)
             if column_filter is None:
                 projection.input_grad_(weighted, logits, start, accumulate=start > 0)
             else:
@@ -101,29 +103,33 @@ def cut_row_losses(
         for column, value in zip(statistics, (row_max, total, target_logit), strict=True):
             column[block] = value
         if input_grad is not None and weighted is not None:
-            weighted.mul_((options.softmax_weight(row_max, total) / total)[:, None])
-            _subtract_constant_terms_(weighted, projection, target, target_logit, uniform)
+            softmax_scale = options.softmax_weight(row_max, total) / total
+            weighted.mul_(softmax_scale[:, None])
+            target_share = softmax_scale * exp_(target_logit - row_max)
+            _add_constant_terms_(weighted, projection, target, target_logit, target_share, uniform)
             rows.write(input_grad, block, weighted.mul_(options.logit_scale))
     return losses, row_statistics, input_grad
 
 
-def _subtract_constant_terms_(
-    grad: Tensor, projection: Projection, target: Tensor, target_logit: Tensor, uniform: Tensor | None
+def _add_constant_terms_(
+    grad: Tensor,
+    projection: Projection,
+    target: Tensor,
+    target_logit: Tensor,
+    target_share: Tensor,
+    uniform: Tensor | None,
 ) -> None:
-    """Subtract from `grad` (rows, D) the target's share of the weight and, under label smoothing, everybody's.
+    """Add to `grad` (rows, D) the target's part and, under label smoothing, everybody's.
 
-    `uniform` is the sum of the weight's rows, (D,), or (rows, D) where each is times its logit's slope.
+    `target_share` (rows,) is the target's probability times the softmax's weight. `uniform` is the sum of the weight's
+    rows, (D,), or (rows, D) where each is times its logit's slope.
     """
     options, vocab_size = projection.options, projection.vocab_size
-    # Targets outside the vocabulary have a NaN loss on GPUs; the clamp only keeps the gather in bounds.
-    target_weight = projection.weight[target.clamp(0, vocab_size - 1)]
-    if options.plain_softmax:
-        grad.sub_(target_weight)
-        return
-    share = torch.full_like(target_logit, 1.0 - options.label_smoothing)
+    share = target_share - (1.0 - options.label_smoothing)
     if options.logit_softcap is not None:
         share.mul_(options.cap_slope(target_logit))
-    grad.sub_(target_weight * share[:, None])
+    # Targets outside the vocabulary have a NaN loss on GPUs; the clamp only keeps the gather in bounds.
+    grad.addcmul_(projection.weight[target.clamp(0, vocab_size - 1)], share[:, None])
     if uniform is not None:
         grad.sub_(uniform, alpha=options.label_smoothing / vocab_size)
 

@@ -13,10 +13,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from litce.loss import triton_block
 from litce.loss.options import LossOptions
 
-# Elementwise passes run over slabs of this size so that each one finds the slab of the last one in the L2 caches.
+# Elementwise passes run over slabs of this size so that each one finds the slab of the last one in the L2 caches. A GPU
+# has no use for them but for bounding temporary copies.
 SLAB_BYTES = 2 * 2**20
+GPU_SLAB_BYTES = 4 * 2**20
 LOG2_E = math.log2(math.e)
 
 
@@ -25,17 +28,31 @@ def exp_(x: Tensor) -> Tensor:
     return x.mul_(LOG2_E).exp2_() if x.device.type == "cpu" else x.exp_()
 
 
-def slabs(block: Tensor) -> Iterator[Tensor]:
-    """Yield views of some columns of the vocabulary each that cover `block`."""
-    step = max(1, SLAB_BYTES // max(1, block.shape[1] * block.itemsize))
+def slabs(block: Tensor, *, in_place: bool = False) -> Iterator[Tensor]:
+    """Yield views of some columns of the vocabulary each that cover `block`; `in_place` passes make no copies."""
+    size = SLAB_BYTES if block.device.type == "cpu" else GPU_SLAB_BYTES
+    if in_place and block.device.type != "cpu":
+        size = max(1, block.nbytes)
+    step = max(1, size // max(1, block.shape[1] * block.itemsize))
     for start in range(0, block.shape[0], step):
         yield block[start : start + step]
+
+
+def add_exp_sum_(block: Tensor, row_max: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    """Replace `block` (v, rows) by `exp(block - new maximum)` and return the new maximum and sum of each row (rows,).
+
+    `row_max` and `total`, the sum of exp(z - row_max), are those of the tiles before.
+    """
+    if triton_block.available(block.device, block.dtype):
+        return triton_block.add_exp_sum_(block, row_max, total)
+    new_max = torch.maximum(row_max, block_max(block))
+    return new_max, total * exp_(row_max - new_max) + exp_sum_(block, new_max)
 
 
 def exp_sum_(block: Tensor, row_max: Tensor) -> Tensor:
     """Replace `block` (v, rows) by `exp(block - row_max)` and return its sum over the vocabulary (rows,)."""
     total = torch.zeros_like(row_max)
-    for slab in slabs(block):
+    for slab in slabs(block, in_place=True):
         total += exp_(slab.sub_(row_max)).sum(0)
     return total
 
@@ -78,6 +95,12 @@ def subtract_target_(block: Tensor, target: Tensor, start: int, amount: Tensor) 
     block.scatter_add_(0, index[None], torch.where(inside, -amount, 0.0)[None])
 
 
+def zero_target_(block: Tensor, target: Tensor, start: int) -> None:
+    """Set the target's entry of each row whose target is in the block's tile to 0."""
+    index, inside = _target_index(block, target, start)
+    block.scatter_(0, index[None], block.gather(0, index[None]).masked_fill_(inside[None], 0.0))
+
+
 def logits_grad_(
     block: Tensor,
     target: Tensor,
@@ -93,8 +116,10 @@ def logits_grad_(
     The gradient is that of the logits before the softcap (and after the scale):
     `exp_sum * (A * p - smoothing / V - (1 - smoothing) * [target]) * slope` with `A = d loss / d lse`.
     """
+    if options.plain_softmax and triton_block.available(block.device, block.dtype):
+        return triton_block.softmax_grad_(block, target - start, row_max, exp_sum)
     if options.plain_softmax:
-        for slab in slabs(block):
+        for slab in slabs(block, in_place=True):
             exp_(slab.sub_(row_max))
         return subtract_target_(block, target, start, exp_sum)
     softmax_weight = options.softmax_weight(row_max, exp_sum)

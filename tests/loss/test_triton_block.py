@@ -5,11 +5,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from litce.loss.rows import block_max, exp_sum_, read_target_, subtract_target_
-from litce.loss.triton_block import available, softmax_grad_block_
+from litce.loss import triton_block
+from litce.loss.options import LossOptions
+from litce.loss.rows import add_exp_sum_, block_max, exp_sum_, logits_grad_, read_target_, subtract_target_
+from litce.loss.triton_block import available, softmax_grad_, softmax_grad_block_
+from tests.loss.oracle import assert_no_worse_than_dense, make_case, oracle, run
 
 pytest.importorskip("triton", reason="triton is not installed")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 ROUNDING = torch.finfo(torch.float32).eps
 
 
@@ -143,3 +147,108 @@ def test_available_only_for_fp32_on_cuda() -> None:
     assert available(cuda, torch.float32)
     assert not available(cuda, torch.float64)
     assert not available(torch.device("cpu"), torch.float32)
+
+
+def tile_by_tile(block: Tensor, target: Tensor, width: int, fused: bool) -> tuple[Tensor, ...]:
+    """Return maxima, sums, exponentials and gradient as cut.py makes them, by the kernels or by operators."""
+    row_max = torch.full_like(block[0], torch.finfo(torch.float32).min)
+    total, exponentials, grad = torch.zeros_like(row_max), block.clone(), block.clone()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_block, "available", lambda device, dtype: fused)
+        for tile in exponentials.split(width):
+            row_max, total = add_exp_sum_(tile, row_max, total)
+        for i, tile in enumerate(grad.split(width)):
+            logits_grad_(tile, target, i * width, row_max, total, row_max, LossOptions(), len(block))
+    return row_max, total, exponentials, grad
+
+
+@pytest.mark.parametrize("num_rows", [1, 7, 64])
+@pytest.mark.parametrize(("num_columns", "width"), [(101, 101), (101, 1), (1024, 256), (5000, 2048)])
+def test_tiles_equal_operators(num_columns: int, width: int, num_rows: int) -> None:
+    block, target = make_block(num_columns, num_rows, scale=5.0), make_target(num_columns, num_rows)
+    got, want = (tile_by_tile(block, target, width, fused) for fused in (True, False))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got[1], (block - block.amax(0)).exp().sum(0), rtol=1e-5, atol=0)
+
+
+def test_tiles_with_infinite_and_broken_rows_equal_operators() -> None:
+    block, target = make_block(600, 7), make_target(600, 7)
+    block[:256, 1] = block[300:, 2] = -torch.inf
+    block[17, 3], block[400, 4], block[20, 5], block[500, 6] = torch.nan, torch.nan, torch.inf, torch.inf
+    got, want = (tile_by_tile(block, target, 128, fused) for fused in (True, False))
+    finite = [0, 1, 2]
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a[..., finite], b[..., finite], rtol=1e-5, atol=1e-5)
+    assert torch.equal(got[1].isfinite(), want[1].isfinite()) and not got[1][3:].isfinite().any()
+
+
+def test_gradient_of_no_rows() -> None:
+    block = make_block(101, 0)
+    softmax_grad_(block, make_target(101, 0), block[0], block[0])
+    assert add_exp_sum_(block, block[0], block[0])[0].shape == (0,)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Send every fp32 block through the kernels, and note which methods launch them."""
+    calls: list[str] = []
+
+    def noted(name: str):
+        original = getattr(triton_block._Launch, name)
+
+        def method(*args: object) -> object:
+            calls.append(name)
+            return original(*args)
+
+        return method
+
+    monkeypatch.setattr(triton_block, "available", lambda device, dtype: dtype == torch.float32)
+    for name in ("write_statistics", "write_grad"):
+        monkeypatch.setattr(triton_block._Launch, name, noted(name))
+    return calls
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [LossOptions(logit_scale=0.7), LossOptions(logit_softcap=5.0)], ids=str)
+@pytest.mark.parametrize("strategy", ["chunked", "cut"])
+def test_whole_loss_through_the_kernels(
+    strategy: str, options: LossOptions, dtype: torch.dtype, reduction: str, launches: list[str]
+) -> None:
+    case = make_case(45, 1501, dtype=dtype, ignored="some", bias=True)
+    case.options = options
+    arguments = {"strategy": strategy, "reduction": reduction, "chunk_size": 16, "memory_budget_bytes": 40_000}
+    got = run(case, **arguments)
+    # Chunked serves "none" by cut; with a softcap the kernels have nothing to do.
+    fused = options.plain_softmax
+    assert ("write_statistics" in launches) == ("write_grad" in launches) == fused
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_block, "available", lambda device, dtype: False)
+        by_torch, dense = run(case, **arguments), run(case, reduction=reduction, strategy="dense")
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    for name, value in got.items():
+        torch.testing.assert_close(value, by_torch[name], rtol=tolerance, atol=tolerance)
+    assert_no_worse_than_dense(got, dense, oracle(case, reduction=reduction))
+
+
+@pytest.mark.parametrize("strategy", ["chunked", "cut"])
+@pytest.mark.parametrize("frozen", [("weight",), ("input",)], ids=str)
+def test_frozen_operands_through_the_kernels(strategy: str, frozen: tuple[str, ...], launches: list[str]) -> None:
+    case = make_case(45, 501, ignored="some")
+    got = run(case, strategy=strategy, frozen=frozen, chunk_size=16, memory_budget_bytes=40_000)
+    assert launches
+    assert_no_worse_than_dense(got, run(case, strategy="dense", frozen=frozen), oracle(case))
+
+
+@pytest.mark.parametrize("strategy", ["chunked", "cut"])
+def test_filter_through_the_kernels(strategy: str, launches: list[str]) -> None:
+    case = make_case(45, 501, ignored="some")
+    arguments = {"strategy": strategy, "chunk_size": 16, "memory_budget_bytes": 40_000, "filter_tolerance": 0.1}
+    got = run(case, **arguments)
+    assert launches
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_block, "available", lambda device, dtype: False)
+        want = run(case, **arguments)
+    for name, value in got.items():
+        torch.testing.assert_close(value, want[name], rtol=1e-5, atol=1e-5)
