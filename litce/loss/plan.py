@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from litce.loss.chunked import lent_tile_columns
+from litce.loss.host_sync import is_host_readable
 from litce.loss.projection import CAST_TILE_BYTES, TILE_COLUMNS
 
 DEFAULT_BUDGET_BYTES = 32 * 2**20
@@ -130,7 +131,9 @@ def plan_cross_entropy(
                 'give a number of rows or "auto"'
             )
         strategy = "dense"
-    shape = _Shape(max(1, num_rows), vocab_size, n_embd, dtype, weight_requires_grad, filter_tolerance)
+    # Their product with the weight, what it is multiplied with, and where ignored rows are blanked a copy of them.
+    hidden_copies = 2 if is_host_readable(torch.device(device)) else 3
+    shape = _Shape(max(1, num_rows), vocab_size, n_embd, dtype, weight_requires_grad, filter_tolerance, hidden_copies)
     if strategy == "dense":
         return shape.dense()
     if strategy == "auto" and chunk_size == "auto":
@@ -149,6 +152,7 @@ class _Shape:
     dtype: torch.dtype
     weight_requires_grad: bool
     filter_tolerance: float
+    hidden_copies: int  # of the hidden states of a block
 
     @property
     def item(self) -> int:
@@ -169,7 +173,7 @@ class _Shape:
         return CrossEntropyPlan("dense", self.rows, self.vocab_size, self.rows * self.vocab_size * copies)
 
     def chunked(self, budget: int, rows: int | None = None) -> CrossEntropyPlan:
-        per_row = self.vocab_size * self.item + 2 * self.n_embd * self.item
+        per_row = self.vocab_size * self.item + self.hidden_copies * self.n_embd * self.item
         # A 16-bit weight's gradient is summed in a (V, D) fp32 buffer, which is alive with the blocks in the forward
         # pass, before the gradient exists, and with the gradient in the backward pass.
         summed = self.vocab_size * self.n_embd * self.item if self._widens_weight_grad else 0
@@ -179,8 +183,10 @@ class _Shape:
             fitting = min(budget // (self.vocab_size * self.item), (budget + SLACK_BYTES - fixed) // per_row)
             rows = min(_round_down(min(MAX_CHUNKED_ROWS, fitting)), self.rows)
             if self.weight_requires_grad and not self.filter_tolerance:
-                lent_rows = _round_down(min(self.n_embd, self.rows, budget // (2 * self.n_embd * self.item)))
-        lent = lent_rows * 2 * self.n_embd * self.item
+                lent_rows = _round_down(
+                    min(self.n_embd, self.rows, budget // (self.hidden_copies * self.n_embd * self.item))
+                )
+        lent = lent_rows * self.hidden_copies * self.n_embd * self.item
         if lent_rows:
             lent += lent_tile_columns(lent_rows) * lent_rows * self.item
         blocks = max(lent, rows * per_row if lent_rows < self.rows else 0)
@@ -199,7 +205,7 @@ class _Shape:
     def cut(self, budget: int, rows: int | None = None) -> CrossEntropyPlan:
         rows = rows or min(CUT_ROWS, self.rows)
         while True:
-            fixed = self.fixed_bytes(MAX_CUT_TILE) + 2 * rows * self.n_embd * self.item
+            fixed = self.fixed_bytes(MAX_CUT_TILE) + self.hidden_copies * rows * self.n_embd * self.item
             per_column = rows * self.item + (self.n_embd * self.item if self._widens_weight_grad else 0)
             tile = min(budget // (rows * self.item), (budget + SLACK_BYTES - fixed) // per_column)
             if tile >= MIN_CUT_TILE or rows <= 64:

@@ -25,13 +25,15 @@ def operand_dtype(weight: Tensor) -> torch.dtype:
     """Return the dtype in which a GEMM with `weight` multiplies.
 
     CPUs multiply in fp32 at least: it is exact for 16-bit operands, and the 16-bit GEMM of a CPU without bf16 units is
-    emulated. GPUs multiply in autocast's dtype where autocast is on and in the weight's own dtype elsewhere.
+    emulated. GPUs multiply in autocast's dtype where autocast is on and in the weight's own dtype elsewhere, but for
+    fp16: a sum of exponentials over a vocabulary exceeds its range, and its reciprocal falls below it.
     """
     if weight.device.type == "cpu":
         return torch.promote_types(weight.dtype, torch.float32)
+    dtype = weight.dtype
     if torch.is_autocast_enabled(weight.device.type):
-        return torch.get_autocast_dtype(weight.device.type)
-    return weight.dtype
+        dtype = torch.get_autocast_dtype(weight.device.type)
+    return torch.float32 if dtype == torch.float16 else dtype
 
 
 @dataclass(frozen=True)

@@ -271,7 +271,7 @@ def test_other_functions_of_the_package() -> None:
 @needs_gpu
 @pytest.mark.parametrize("hint", ["unknown", "exact"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_cuda_agrees(strategy: str, dtype: torch.dtype, reduction: str, hint: str) -> None:
     case = make_case(500, 3001, n_embd=64, dtype=dtype, ignored="some", bias=True)

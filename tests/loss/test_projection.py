@@ -1,6 +1,7 @@
 """GEMMs with 16-bit operands, as a GPU multiplies them: on the CPU with a stand-in for `torch.mm(..., out_dtype=)`."""
 
 import importlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from litce.loss import projection as projection_module
 from litce.loss.options import LossOptions
-from litce.loss.projection import Projection, multiplies_into_fp32
+from litce.loss.projection import Projection, multiplies_into_fp32, operand_dtype
 from tests.loss.memory import peak_new_bytes
 from tests.loss.oracle import assert_no_worse_than_dense, make_case, oracle, relative_error, run
 
@@ -113,6 +114,29 @@ def test_copies_of_large_blocks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> 
 
     # A cast operand and a narrow product.
     assert peak_new_bytes(all_products, block, grad, input_grad, x, case.weight) <= 2 * 2**16
+
+
+@pytest.mark.parametrize(
+    ("weight_dtype", "autocast_dtype", "operands"),
+    [
+        (torch.float32, None, torch.float32),
+        (torch.bfloat16, None, torch.bfloat16),
+        (torch.float16, None, torch.float32),
+        (torch.float64, None, torch.float64),
+        (torch.float32, torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.float16, torch.float32),
+    ],
+)
+def test_operands_on_a_gpu(
+    weight_dtype: torch.dtype,
+    autocast_dtype: torch.dtype | None,
+    operands: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device_type: autocast_dtype is not None)
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda device_type: autocast_dtype)
+    weight = SimpleNamespace(dtype=weight_dtype, device=torch.device("cuda"))
+    assert operand_dtype(weight) == operands
 
 
 def test_cpus_do_not_widen() -> None:
