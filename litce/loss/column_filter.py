@@ -28,6 +28,9 @@ class ColumnFilter:
     for losses that are summed. A flat distribution has no columns of little mass: there `tolerance` of them go. The
     columns of targets stay. Apple's CCE (arXiv:2411.09009) filters by the largest probability of a block instead, which
     does not bound what is dropped.
+
+    How many columns stay decides how large the products are, so that a GPU is waited for once per block or tile. It is
+    the one part of the loss that does.
     """
 
     tolerance: float
