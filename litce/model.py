@@ -48,7 +48,6 @@ class GPT(nn.Module):
             idx: token ids, int64, (B, T).
             targets: the id that follows each token of `idx`, int64, (B, T); -100 where nothing is to be predicted.
             num_supervised: the number of the other targets where the host knows it; a GPU skips the ignored ones.
-            num_supervised: the number of the other targets where the host knows it; a GPU skips the ignored ones.
             sample: temperature at which to draw a next token for each position.
 
         Returns:

@@ -264,8 +264,8 @@ def report(device_name: str, tests: str, tables: Iterable[str]) -> str:
         f"Tests marked `gpu`: {tests}.",
         "",
         f"A forward and backward pass, the median of {STEPS} after {WARM_UP_STEPS} to warm up. Allocated: the peak",
-        "above inputs and their gradients; reserved: the allocator's peak above inputs. Errors: 2-norm of the difference",
-        "from fp64 over that of fp64, for the same rounded inputs.",
+        "above inputs and their gradients; reserved: the allocator's peak above inputs. Errors: 2-norm of the",
+        "difference from fp64 over that of fp64, for the same rounded inputs.",
         "",
     ]
     return "\n".join(head) + "\n" + "\n\n".join(tables) + "\n"
