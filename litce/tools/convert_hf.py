@@ -33,7 +33,7 @@ COPIED = (*TOKENIZER_FILES, "added_tokens.json", "merges.txt", "tokenizer.model"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 # Names of the head's weight, which some files repeat although it is the embedding's.
-HEADS = {"lm_head.weight", "embed_out.weight"}
+HEADS = {f"{module}.weight" for module in ("lm_head", "embed_out")}
 
 # transformers refuses files without it.
 METADATA = {"format": "pt"}
@@ -75,16 +75,18 @@ def convert_from_hf(directory: Path, *, out_dir: Path | None = None) -> Path:
     out_dir.mkdir(parents=True, exist_ok=True)
     if out_dir.resolve() != directory.resolve():
         _copy(directory, out_dir, (CONFIG, *COPIED))
-    partial = out_dir / f".{WEIGHTS}.partial"
+    partials = {name: out_dir / f".{name}.partial" for name in (MODEL_CONFIG, WEIGHTS)}
     try:
-        save_file(tensors, partial, metadata=METADATA)
-        fsync(partial)
-        config.save(out_dir / MODEL_CONFIG)
-        os.replace(partial, out_dir / WEIGHTS)
-    except OSError as error:
+        config.save(partials[MODEL_CONFIG])
+        save_file(tensors, partials[WEIGHTS], metadata=METADATA)
+        for name, partial in partials.items():
+            fsync(partial)
+            os.replace(partial, out_dir / name)
+    except (OSError, SafetensorError) as error:
         raise UsageError(f"--out_dir {out_dir} cannot be written ({error})") from error
     finally:
-        partial.unlink(missing_ok=True)
+        for partial in partials.values():
+            partial.unlink(missing_ok=True)
     print(f"{out_dir} holds {config.name} for litce: {len(tensors)} tensors")
     return out_dir
 
@@ -119,10 +121,9 @@ def convert_to_hf(directory: Path, *, out_dir: Path | None = None, max_shard_siz
     partial.mkdir(parents=True)
     try:
         with _open(directory / WEIGHTS) as ours:
-            _check_names(directory / WEIGHTS, set(ours.keys()), {name for s in wanted.values() for name in s.names})
-            dtype = max(
-                (ours.get_slice(name).get_dtype() for name in ours.keys()), key=lambda name: DTYPES[name].itemsize
-            )
+            names = list(ours.keys())
+            _check_names(directory / WEIGHTS, set(names), {name for s in wanted.values() for name in s.names})
+            dtype = max((ours.get_slice(name).get_dtype() for name in names), key=lambda name: DTYPES[name].itemsize)
             _write_shards(partial, ours, wanted, limit)
         hf_config = _with_details(directory, config, hf_config)
         hf_config["dtype"] = str(DTYPES[dtype]).removeprefix("torch.")
@@ -131,7 +132,7 @@ def convert_to_hf(directory: Path, *, out_dir: Path | None = None, max_shard_siz
         if out_dir.exists():
             out_dir.rmdir()
         publish(partial, out_dir)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise UsageError(f"--out_dir {out_dir} cannot be written ({error})") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -179,7 +180,7 @@ def weight_files(directory: Path) -> dict[str, Path]:
     files: dict[str, Path] = {}
     for name in names:
         with _open(directory / name) as file:
-            for tensor_name in file.keys():
+            for tensor_name in list(file.keys()):
                 if tensor_name in files:
                     raise UsageError(f"{directory}: {tensor_name} is in {files[tensor_name].name} and in {name}")
                 files[tensor_name] = directory / name
@@ -235,7 +236,7 @@ def _read(files: Mapping[str, Path], names: Mapping[str, str]) -> Iterator[tuple
 
 
 def _write_shards(directory: Path, ours: Any, wanted: Mapping[str, Source], limit: int) -> None:
-    """Write the tensors of transformers to files of at most `limit` bytes, or of one tensor, and fill memory with one."""
+    """Write the tensors of transformers to files of at most `limit` bytes, or of one tensor; memory holds one."""
     shards: list[list[str]] = [[]]
     sizes = [0]
     for name, source in wanted.items():
@@ -287,13 +288,12 @@ def _open(path: Path) -> Any:
     """
     try:
         file = safe_open(path, framework="pt")
-        strange = {name: kind for name in file.keys() if (kind := file.get_slice(name).get_dtype()) not in DTYPES}
+        kinds = {name: file.get_slice(name).get_dtype() for name in list(file.keys())}
     except (OSError, SafetensorError) as error:
         raise UsageError(f"{path} cannot be read as safetensors ({error}); download or save it again") from error
-    strange = {name: kind for name, kind in strange.items() if not CONSTANTS.search(name)}
-    if strange:
-        name, kind = next(iter(strange.items()))
-        raise UsageError(f"{path}: {name} is {kind}; only {', '.join(DTYPES)} are supported")
+    for name, kind in kinds.items():
+        if kind not in DTYPES and not CONSTANTS.search(name):
+            raise UsageError(f"{path}: {name} is {kind}; only {', '.join(DTYPES)} are supported")
     return file
 
 
