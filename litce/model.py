@@ -268,6 +268,13 @@ class MLP(nn.Module):
         return self.down(F.gelu(self.up(x), approximate="tanh" if self.kind == "gelu_tanh" else "none"))
 
 
+class RMSNorm(nn.RMSNorm):
+    """RMSNorm in the weight's dtype; queries and keys are narrower under autocast. (..., features) -> the same."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
+
+
 class UnitOffsetRMSNorm(nn.RMSNorm):
     """RMSNorm that multiplies by 1 + weight (Gemma), all in fp32. (..., features) -> the same."""
 
@@ -280,7 +287,7 @@ class UnitOffsetRMSNorm(nn.RMSNorm):
 
 def make_norm(config: Config, num_features: int) -> nn.Module:
     """The normalisation over the last `num_features` features that `config.norm` names."""
-    norms = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm, "rmsnorm_unit_offset": UnitOffsetRMSNorm}
+    norms = {"layernorm": nn.LayerNorm, "rmsnorm": RMSNorm, "rmsnorm_unit_offset": UnitOffsetRMSNorm}
     return norms[config.norm](num_features, eps=config.norm_eps)
 
 

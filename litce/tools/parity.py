@@ -58,13 +58,13 @@ _GPT2: dict[str, Any] = {
     "n_positions": 64,
     **dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0),
 }
-# Wavelengths of the four frequencies: 6, 167, 4.4e3 and 1.2e5 positions; one kept, one blended, two stretched.
+# Wavelengths of the six frequencies: 6, 56, 499, 4.4e3, 4e4, 3.5e5 positions; two kept, one blended, three stretched.
 _LLAMA3_ROPE: dict[str, Any] = {
     "rope_type": "llama3",
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 256,
+    "original_max_position_embeddings": 1024,
     "rope_theta": 500000.0,
 }
 _LINEAR_ROPE: dict[str, Any] = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
