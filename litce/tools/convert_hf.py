@@ -3,7 +3,6 @@
 Tensors are read one by one from memory-mapped files, and keep their bits.
 """
 
-import contextlib
 import json
 import math
 import os
@@ -125,10 +124,16 @@ def convert_to_hf(directory: Path, *, out_dir: Path | None = None, max_shard_siz
             _check_names(directory / WEIGHTS, set(names), {name for s in wanted.values() for name in s.names})
             dtype = max((ours.get_slice(name).get_dtype() for name in names), key=lambda name: DTYPES[name].itemsize)
             _write_shards(partial, ours, wanted, limit)
-        hf_config = _with_details(directory, config, hf_config)
-        hf_config["dtype"] = str(DTYPES[dtype]).removeprefix("torch.")
-        (partial / CONFIG).write_text(json.dumps(hf_config, indent=2) + "\n", encoding="utf-8")
         _copy(directory, partial, COPIED)
+        original = _original_config(directory, config)
+        if original is None:
+            hf_config |= _special_ids(directory)
+            _name_tokenizer(partial)
+        else:
+            original.pop("torch_dtype", None)
+            hf_config = {**original, "architectures": hf_config["architectures"]}
+        hf_config["dtype"] = str(DTYPES[dtype]).removeprefix("torch.")
+        _write_json(partial / CONFIG, hf_config)
         if out_dir.exists():
             out_dir.rmdir()
         publish(partial, out_dir)
@@ -257,7 +262,7 @@ def _write_shards(directory: Path, ours: Any, wanted: Mapping[str, Source], limi
         save_file(tensors, directory / file_name, metadata=METADATA)
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
-        (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        _write_json(directory / INDEX, index)
 
 
 def _num_bytes(stored: Any) -> int:
@@ -265,19 +270,33 @@ def _num_bytes(stored: Any) -> int:
     return math.prod(stored.get_shape()) * DTYPES[stored.get_dtype()].itemsize
 
 
-def _with_details(directory: Path, config: Config, hf_config: dict[str, Any]) -> dict[str, Any]:
-    """`hf_config` with what the model itself does not say, from the original config.json if it is the same model's."""
+def _original_config(directory: Path, config: Config) -> dict[str, Any] | None:
+    """The config.json that came with the checkpoint, if it is still that of the model."""
+    if not (directory / CONFIG).is_file():
+        return None
+    original = _read_json(directory / CONFIG)
     own = {"name": config.name, "family": config.family, "vocab_size": config.vocab_size}
-    if (directory / CONFIG).is_file():
-        original = _read_json(directory / CONFIG)
-        with contextlib.suppress(UsageError):
-            if Config.from_hf(original, **own) == config:
-                original.pop("torch_dtype", None)
-                return {**original, "architectures": hf_config["architectures"]}
-    # Absent keys would stand for ids that the family's first models had.
+    try:
+        return original if Config.from_hf(original, **own) == config else None
+    except UsageError:
+        return None
+
+
+def _special_ids(directory: Path) -> dict[str, int | None]:
+    """Keys for config.json, which without them would name the special tokens of the family's first models."""
     tokenizer = Tokenizer(directory) if (directory / "tokenizer.json").is_file() else None
-    ids = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_id", None) for kind in ("bos", "eos", "pad")}
-    return {**hf_config, **ids}
+    return {f"{kind}_token_id": getattr(tokenizer, f"{kind}_id", None) for kind in ("bos", "eos", "pad")}
+
+
+def _name_tokenizer(directory: Path) -> None:
+    """Have transformers take tokenizer.json as it is, where it would else take the tokenizer of the model's family."""
+    path = directory / "tokenizer_config.json"
+    config = _read_json(path) if path.is_file() else {}
+    if (directory / "tokenizer.json").is_file() and "tokenizer_class" not in config:
+        tokenizer = Tokenizer(directory)
+        ids = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
+        tokens = {name: tokenizer.processor.id_to_token(i) for name, i in ids.items() if i is not None}
+        _write_json(path, {"tokenizer_class": "PreTrainedTokenizerFast", **tokens, **config})
 
 
 def _open(path: Path) -> Any:
@@ -311,6 +330,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UsageError(f"{path} holds no JSON object, but a {type(content).__name__}; download or save it again")
     return content
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _listed(names: Iterable[str]) -> str:
