@@ -38,7 +38,7 @@ COMMANDS = {
     "bench operands": Command(
         "litce.tools.operands:setup", "save a head's operands for the benchmarks", positional=("checkpoint_dir",)
     ),
-    "bench parity": Command("litce.tools.parity:parity", "compare the models with those of transformers"),
+    "bench parity": Command("litce.tools.model_parity:parity", "compare the models with those of transformers"),
 }
 
 

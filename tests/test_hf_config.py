@@ -7,7 +7,7 @@ import transformers
 from litce.args import UsageError
 from litce.config import Config
 from litce.hf_config import FAMILIES, read
-from litce.tools.parity import CASES
+from litce.tools.model_parity import CASES
 from tests.test_config import PARAMETERS
 
 SIZES = {

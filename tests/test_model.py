@@ -1,4 +1,4 @@
-"""What the model promises beyond the values that tools/test_parity.py compares with transformers."""
+"""What the model promises beyond the values that tools/test_model_parity.py compares with transformers."""
 
 import copy
 import functools
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from litce.config import Config
 from litce.model import GPT, rope_cos_sin
-from litce.tools.parity import CASES, TOLERANCE, build
+from litce.tools.model_parity import CASES, TOLERANCE, build
 
 COMMON = {"block_size": 48, "vocab_size": 97, "n_layer": 2, "n_embd": 32}
 LLAMA = {**COMMON, "bias": False, "norm": "rmsnorm", "mlp": "swiglu", "positions": "rope"}

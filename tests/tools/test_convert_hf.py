@@ -12,7 +12,7 @@ from litce.args import UsageError
 from litce.config import Config
 from litce.model import GPT
 from litce.tools.convert_hf import INDEX, SINGLE, convert_from_hf, convert_to_hf
-from litce.tools.parity import CASES
+from litce.tools.model_parity import CASES
 from litce.training.checkpoint import WEIGHTS, load_model
 from tests.loss.memory import NewStorages
 from tests.tiny import save_tokenizer

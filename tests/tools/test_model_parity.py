@@ -10,8 +10,8 @@ import torch
 from litce.args import UsageError
 from litce.loss.options import LossOptions
 from litce.model import GPT
-from litce.tools import parity
-from litce.tools.parity import CASES, CHECKS, Pair, build
+from litce.tools import model_parity as parity
+from litce.tools.model_parity import CASES, CHECKS, Pair, build
 
 
 @pytest.fixture(params=CASES, scope="module")
