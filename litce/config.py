@@ -293,17 +293,25 @@ class Config:
         problems = []
         for family in [self.family] if self.family else hf_config.FAMILIES:
             written = hf_config.write(asdict(self), family)
-            own = {"name": self.name, "family": self.family, "vocab_size": self.vocab_size}
             try:
-                read = asdict(type(self).from_hf(written, **own))
+                differing = self.differences_from_hf(written)
             except UsageError as error:
                 problems.append(f"{family}: {error}")
                 continue
-            differing = [field for field, value in asdict(self).items() if read[field] != value]
             if not differing:
                 return written
             problems.append(f"{family} has no {', '.join(f'{field}={getattr(self, field)!r}' for field in differing)}")
         raise UsageError(f"no model of transformers has these parts: {'; '.join(problems)}")
+
+    def differences_from_hf(self, config: dict[str, Any]) -> list[str]:
+        """The fields with another value in the model that a `config.json` describes, of those it has a word for.
+
+        Raises:
+            UsageError: as :meth:`from_hf`.
+        """
+        ours = asdict(self)
+        theirs = asdict(self.from_hf(config, **{field: ours[field] for field in hf_config.UNSAID}))
+        return [field for field in ours if ours[field] != theirs[field]]
 
     def save(self, path: str | Path) -> None:
         """Write every field to the YAML file `path`, from which :meth:`from_file` gives an equal configuration."""

@@ -11,6 +11,9 @@ from litce.args import UsageError
 
 REQUIRED = object()
 
+# Fields that no config.json has a word for: `vocab_size` is less than its rows where a tokenizer says so.
+UNSAID = ("name", "family", "vocab_size", "fp32_head")
+
 ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 GATED_ACTIVATIONS = {
     "silu": "swiglu",

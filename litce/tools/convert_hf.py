@@ -275,9 +275,9 @@ def _original_config(directory: Path, config: Config) -> dict[str, Any] | None:
     if not (directory / CONFIG).is_file():
         return None
     original = _read_json(directory / CONFIG)
-    own = {"name": config.name, "family": config.family, "vocab_size": config.vocab_size}
     try:
-        return original if Config.from_hf(original, **own) == config else None
+        same = original["model_type"] == config.family and not config.differences_from_hf(original)
+        return original if same else None
     except UsageError:
         return None
 
