@@ -162,10 +162,10 @@ class Surroundings(NamedTuple):
 def make_surroundings(config: Config, positions: Tensor, windowed: bool) -> Surroundings:
     """For the tokens at `positions`, int64, (T,), in layers with (`windowed`) or without a sliding window."""
     rope = rope_cos_sin(config, positions, windowed) if config.positions == "rope" else None
-    distances = positions[:, None] - positions
+    queries = positions[:, None]
     if windowed and config.sliding_window is not None and positions.numel() > config.sliding_window:
-        return Surroundings(rope, (distances >= 0) & (distances < config.sliding_window))
-    return Surroundings(rope, None if config.attention_softcap is None else distances >= 0)
+        return Surroundings(rope, (positions <= queries) & (positions > queries - config.sliding_window))
+    return Surroundings(rope, None if config.attention_softcap is None else positions <= queries)
 
 
 class Block(nn.Module):
@@ -223,7 +223,12 @@ class CausalSelfAttention(nn.Module):
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale)
         else:
             # Recomputed in backward, so that the scores of one layer are alive at a time, and not those of all.
-            y = checkpoint(softcapped_attention, q, k, v, mask, self.scale, self.softcap, use_reentrant=False)
+            y = checkpoint(
+                softcapped_attention,
+                *(q, k, v, mask, self.scale, self.softcap),
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
         return self.proj(y.transpose(1, 2).flatten(2))
 
     def _split_heads(self, x: Tensor) -> Tensor:

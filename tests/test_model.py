@@ -151,6 +151,17 @@ def test_no_position_sees_the_future(case):
     assert (before[:, 20:] - after[:, 20:]).abs().amax(dim=(0, 2)).min() > 1e-3
 
 
+@pytest.mark.parametrize("case", ["gemma2", "gemma3"])
+def test_no_layer_holds_scores_for_backward(case):
+    model = make_model(case)
+    idx, targets = batch(model.config)
+    shapes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: shapes.append(x.shape) or x, lambda x: x):
+        model(idx, targets)
+    length = idx.size(1)
+    assert shapes and not [shape for shape in shapes if shape[-2:] == (length, length) and len(shape) == 4]
+
+
 def test_padded_vocabulary_has_logits():
     config = Config(**COMMON, n_head=4, padded_vocab_size=128)
     assert GPT(config)(torch.zeros(1, 3, dtype=torch.int64)).shape == (1, 3, 128)
