@@ -16,18 +16,18 @@ class UsageError(ValueError):
     """What the user asked for cannot be done; the message is one line that names the flag, its value and a way out."""
 
 
-def parse_bytes(value: int | str) -> int:
+def parse_bytes(value: int | str, flag: str = "--train.memory_budget_bytes") -> int:
     """Bytes of a size such as 33554432, "33554432", "256MiB" (powers of 1024) or "2GB" (powers of 1000).
 
     Raises:
-        UsageError: if `value` is no positive size of that form.
+        UsageError: if `value` is no positive size of that form; it names `flag`.
     """
     match = re.fullmatch(r"\s*(\d[\d_]*(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
     units = {unit.lower(): factor for unit, factor in BYTE_UNITS.items()}
     factor = units.get(match[2].lower() or "b") if match and not isinstance(value, bool) else None
     num_bytes = float(match[1].replace("_", "")) * factor if match and factor else 0
     if num_bytes < 1:
-        raise UsageError(f"--train.memory_budget_bytes {value}: give a positive size such as 33554432, 256MiB or 2GB")
+        raise UsageError(f"{flag} {value}: give a positive size such as 33554432, 256MiB or 2GB")
     return int(num_bytes)
 
 

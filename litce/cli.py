@@ -27,11 +27,18 @@ class Command:
 COMMANDS = {
     "pretrain": Command("litce.recipes.pretrain:setup", "train a model from scratch", "pretrain/demo"),
     "generate": Command("litce.generate:setup", "continue a prompt", positional=("checkpoint_dir",)),
+    "convert_from_hf": Command(
+        "litce.tools.convert_hf:convert_from_hf", "use a model from Hugging Face", positional=("directory",)
+    ),
+    "convert_to_hf": Command(
+        "litce.tools.convert_hf:convert_to_hf", "use a model with transformers", positional=("directory",)
+    ),
     "bench loss": Command("litce.tools.bench:loss", "measure time and memory of the loss strategies"),
     "bench accuracy": Command("litce.tools.bench_accuracy:accuracy", "measure errors of the loss's gradients"),
     "bench operands": Command(
         "litce.tools.operands:setup", "save a head's operands for the benchmarks", positional=("checkpoint_dir",)
     ),
+    "bench parity": Command("litce.tools.model_parity:parity", "compare the models with those of transformers"),
 }
 
 

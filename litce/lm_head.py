@@ -70,7 +70,7 @@ class LMHead(nn.Linear):
         weight, bias = self.projection()
         if sample is not None:
             bias = None if bias is None else bias[: self.vocab_size]
-            return sample_tokens_chunked(x, weight[: self.vocab_size], sample, bias=bias)
+            return sample_tokens_chunked(x, weight[: self.vocab_size], sample, bias=bias, options=self.options)
         if targets is None:
             dtype = torch.float32 if self.fp32 else weight.dtype
             with no_autocast(x.device.type) if self.fp32 else nullcontext():

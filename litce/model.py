@@ -1,15 +1,20 @@
-"""One decoder-only transformer for the GPT-2, GPT-NeoX, Llama and Qwen2 families; `Config` says which parts it has."""
+"""One decoder-only transformer for the GPT-2, GPT-NeoX, Llama, Mistral, Qwen, Phi-3 and Gemma families.
+
+`Config` says which parts it has.
+"""
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from litce.config import Config, RopeScaling
 from litce.lm_head import LMHead
+from litce.loss.options import LossOptions
 
 
 class GPT(nn.Module):
@@ -25,7 +30,11 @@ class GPT(nn.Module):
         self.config = config
         self.transformer = Transformer(config)
         self.lm_head = LMHead(
-            config.n_embd, config.padded_vocab_size, vocab_size=config.vocab_size, fp32=config.fp32_head
+            config.n_embd,
+            config.padded_vocab_size,
+            vocab_size=config.vocab_size,
+            fp32=config.fp32_head,
+            options=LossOptions(logit_softcap=config.logit_softcap, logit_scale=config.logit_scale),
         )
         self._max_seq_length = config.block_size
         if config.tie_embeddings:
@@ -106,7 +115,7 @@ class GPT(nn.Module):
                     nn.init.zeros_(module.bias)
             elif isinstance(module, nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
-            elif isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+            elif isinstance(module, (nn.LayerNorm, nn.RMSNorm)):  # UnitOffsetRMSNorm is one
                 module.reset_parameters()
 
     def tie_weights(self) -> None:
@@ -132,19 +141,39 @@ class Transformer(nn.Module):
         if config.positions == "learned":
             self.wpe = nn.Embedding(config.block_size, config.n_embd)
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        self.ln_f = make_norm(config)
+        self.ln_f = make_norm(config, config.n_embd)
 
     def forward(self, idx: Tensor) -> Tensor:
         positions = torch.arange(idx.size(1), device=idx.device)
         x = self.wte(idx)
-        rope = None
+        if self.config.scale_embeddings:
+            # Rounded to the activations' dtype first, as in the training of the models that have it.
+            x = x * torch.tensor(math.sqrt(self.config.n_embd), dtype=x.dtype)
         if self.config.positions == "learned":
             x = x + self.wpe(positions)
-        else:
-            rope = rope_cos_sin(self.config, positions)
-        for block in self.h:
-            x = block(x, rope)
+        windowed = [self.config.has_window(i) for i in range(self.config.n_layer)]
+        surroundings = {kind: make_surroundings(self.config, positions, kind) for kind in set(windowed)}
+        for block, kind in zip(self.h, windowed, strict=True):
+            x = block(x, surroundings[kind])
         return self.ln_f(x)
+
+
+class Surroundings(NamedTuple):
+    """What all layers of a kind, with or without a sliding window, know about the positions of a sequence."""
+
+    rope: tuple[Tensor, Tensor] | None
+    """Cosines and sines of the rotary angles, each fp32, (T, rotary_size / 2)."""
+    mask: Tensor | None
+    """Which keys each query sees, bool, (T, T); None: all up to its own."""
+
+
+def make_surroundings(config: Config, positions: Tensor, windowed: bool) -> Surroundings:
+    """For the tokens at `positions`, int64, (T,), in layers with (`windowed`) or without a sliding window."""
+    rope = rope_cos_sin(config, positions, windowed) if config.positions == "rope" else None
+    queries = positions[:, None]
+    if windowed and config.sliding_window is not None and positions.numel() > config.sliding_window:
+        return Surroundings(rope, (positions <= queries) & (positions > queries - config.sliding_window))
+    return Surroundings(rope, None if config.attention_softcap is None else positions <= queries)
 
 
 class Block(nn.Module):
@@ -153,16 +182,17 @@ class Block(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.parallel_residual = config.parallel_residual
-        self.norm_1 = make_norm(config)
+        self.norm_1 = make_norm(config, config.n_embd)
         self.attn = CausalSelfAttention(config)
-        self.norm_2 = make_norm(config)
+        self.post_norm_1 = make_norm(config, config.n_embd) if config.post_norms else nn.Identity()
+        self.norm_2 = make_norm(config, config.n_embd)
         self.mlp = MLP(config)
+        self.post_norm_2 = make_norm(config, config.n_embd) if config.post_norms else nn.Identity()
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
-        if self.parallel_residual:
-            return x + self.attn(self.norm_1(x), rope) + self.mlp(self.norm_2(x))
-        x = x + self.attn(self.norm_1(x), rope)
-        return x + self.mlp(self.norm_2(x))
+    def forward(self, x: Tensor, surroundings: Surroundings) -> Tensor:
+        attended = x + self.post_norm_1(self.attn(self.norm_1(x), surroundings))
+        mlp_input = x if self.parallel_residual else attended
+        return attended + self.post_norm_2(self.mlp(self.norm_2(mlp_input)))
 
 
 class CausalSelfAttention(nn.Module):
@@ -173,55 +203,108 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
+        assert config.head_size is not None and config.query_pre_attn_scalar is not None
         assert config.n_query_groups is not None and config.qkv_bias is not None
         self.head_size = config.head_size
         self.heads_per_group = config.n_head // config.n_query_groups
-        kv_size = config.n_query_groups * config.head_size
+        self.scale = config.query_pre_attn_scalar**-0.5
+        self.softcap = config.attention_softcap
+        q_size, kv_size = config.n_head * config.head_size, config.n_query_groups * config.head_size
         # Three projections and not one fused: each can be adapted, sharded or converted without slicing the others.
-        self.q = nn.Linear(config.n_embd, config.n_embd, bias=config.qkv_bias)
+        self.q = nn.Linear(config.n_embd, q_size, bias=config.qkv_bias)
         self.k = nn.Linear(config.n_embd, kv_size, bias=config.qkv_bias)
         self.v = nn.Linear(config.n_embd, kv_size, bias=config.qkv_bias)
-        self.proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.norm_q = make_norm(config, config.head_size) if config.qk_norm else nn.Identity()
+        self.norm_k = make_norm(config, config.head_size) if config.qk_norm else nn.Identity()
+        self.proj = nn.Linear(q_size, config.n_embd, bias=config.bias)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+    def forward(self, x: Tensor, surroundings: Surroundings) -> Tensor:
         q, k, v = (self._split_heads(projection(x)) for projection in (self.q, self.k, self.v))
-        if rope is not None:
-            q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+        q, k = self.norm_q(q), self.norm_k(k)
+        if surroundings.rope is not None:
+            q, k = apply_rope(q, *surroundings.rope), apply_rope(k, *surroundings.rope)
         if self.heads_per_group > 1:
             # Not enable_gqa: some of SDPA's backends lack it, and the fallback would hold the (T, T) scores.
             k, v = (x.repeat_interleave(self.heads_per_group, dim=1) for x in (k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mask = surroundings.mask
+        if self.softcap is None:
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale)
+        else:
+            # Recomputed in backward, so that the scores of one layer are alive at a time, and not those of all.
+            y = checkpoint(
+                softcapped_attention,
+                *(q, k, v, mask, self.scale, self.softcap),
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
         return self.proj(y.transpose(1, 2).flatten(2))
 
     def _split_heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
 
 
+def softcapped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
+    """Attention whose scores are `softcap * tanh(scale * q k^T / softcap)` (Gemma 2, arXiv:2408.00118).
+
+    Args:
+        q: (B, heads, T, head_size).
+        k: (B, heads, S, head_size).
+        v: like k.
+        mask: which keys each query sees, bool, (T, S).
+        scale: factor of the products of queries and keys.
+        softcap: bound of the scores.
+
+    Returns:
+        Like q. Softmax and all that leads to it are fp32, whatever the dtype of q.
+    """
+    scores = softcap * torch.tanh((q @ k.mT).float() * (scale / softcap))
+    return scores.masked_fill(~mask, -math.inf).softmax(dim=-1).to(v.dtype) @ v
+
+
 class MLP(nn.Module):
-    """`down(gelu(up(x)))`, or SwiGLU's `down(silu(gate(x)) * up(x))` (Shazeer 2020). (B, T, n_embd) -> the same."""
+    """`down(gelu(up(x)))`, or gated `down(act(gate(x)) * up(x))` (Shazeer 2020). (B, T, n_embd) -> the same."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        assert config.intermediate_size is not None
+        assert config.intermediate_size is not None and config.mlp_bias is not None
         self.kind = config.mlp
-        if config.mlp == "swiglu":
-            self.gate = nn.Linear(config.n_embd, config.intermediate_size, bias=config.bias)
-        self.up = nn.Linear(config.n_embd, config.intermediate_size, bias=config.bias)
-        self.down = nn.Linear(config.intermediate_size, config.n_embd, bias=config.bias)
+        if config.mlp in ("swiglu", "geglu_tanh"):
+            self.gate = nn.Linear(config.n_embd, config.intermediate_size, bias=config.mlp_bias)
+        self.up = nn.Linear(config.n_embd, config.intermediate_size, bias=config.mlp_bias)
+        self.down = nn.Linear(config.intermediate_size, config.n_embd, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.kind == "swiglu":
             return self.down(F.silu(self.gate(x)) * self.up(x))
+        if self.kind == "geglu_tanh":
+            return self.down(F.gelu(self.gate(x), approximate="tanh") * self.up(x))
         return self.down(F.gelu(self.up(x), approximate="tanh" if self.kind == "gelu_tanh" else "none"))
 
 
-def make_norm(config: Config) -> nn.Module:
-    """The normalisation over n_embd features that `config.norm` names."""
-    norm = nn.LayerNorm if config.norm == "layernorm" else nn.RMSNorm
-    return norm(config.n_embd, eps=config.norm_eps)
+class RMSNorm(nn.RMSNorm):
+    """RMSNorm in the weight's dtype; queries and keys are narrower under autocast. (..., features) -> the same."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
 
 
-def rope_cos_sin(config: Config, positions: Tensor) -> tuple[Tensor, Tensor]:
+class UnitOffsetRMSNorm(nn.RMSNorm):
+    """RMSNorm that multiplies by 1 + weight (Gemma), all in fp32. (..., features) -> the same."""
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).to(x.dtype)
+
+
+def make_norm(config: Config, num_features: int) -> nn.Module:
+    """The normalisation over the last `num_features` features that `config.norm` names."""
+    norms = {"layernorm": nn.LayerNorm, "rmsnorm": RMSNorm, "rmsnorm_unit_offset": UnitOffsetRMSNorm}
+    return norms[config.norm](num_features, eps=config.norm_eps)
+
+
+def rope_cos_sin(config: Config, positions: Tensor, windowed: bool = False) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary angles (Su et al. 2021, equation 15), each fp32, (T, rotary_size / 2).
 
     They follow from the configuration alone and cost next to nothing beside one block, so they are no buffers: a
@@ -230,24 +313,31 @@ def rope_cos_sin(config: Config, positions: Tensor) -> tuple[Tensor, Tensor]:
     Args:
         config: gives base, rotated features and scaling.
         positions: int64, (T,).
+        windowed: for layers with a sliding window, which may have a base of their own and then no scaling.
     """
+    local = windowed and config.rope_local_base is not None
     exponents = torch.arange(0, config.rotary_size, 2, device=positions.device, dtype=torch.float32)
-    frequencies = config.rope_base ** -(exponents / config.rotary_size)
-    if config.rope_scaling is not None:
+    base = config.rope_local_base if local else config.rope_base
+    assert base is not None
+    frequencies = base ** -(exponents / config.rotary_size)
+    if config.rope_scaling is not None and not local:
         frequencies = scale_rope_frequencies(frequencies, config.rope_scaling)
     angles = positions.float()[:, None] * frequencies
     return angles.cos(), angles.sin()
 
 
 def scale_rope_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Llama 3's rotary frequencies: slow ones divided by `factor`, fast ones kept, a linear blend between them.
+    """All rotary frequencies divided by `factor`; with "llama3" slow ones divided, fast ones kept, a blend between.
 
     `frequencies` is fp32, in radians per position, of any shape, which the result shares. The blend is linear in the
     number of turns that a frequency makes over `original_max_seq_len` positions (Llama 3.1 reference code).
     """
-    turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)
-    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept = kept.clamp(0, 1)
+    if scaling.rope_type == "linear":
+        return frequencies / scaling.factor
+    low, high, length = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_seq_len
+    assert low is not None and high is not None and length is not None
+    turns = length * frequencies / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
     return kept * frequencies + (1 - kept) * frequencies / scaling.factor
 
 

@@ -154,3 +154,16 @@ def test_samples_follow_the_heads_own_logits():
     head = make_head("cut", bias=True)
     x, _ = inputs()
     assert torch.equal(head(x, sample=0.0), head(x).argmax(-1))
+
+
+def test_samples_follow_scaled_and_capped_logits():
+    options = LossOptions(logit_softcap=0.5, logit_scale=3.0)
+    head = LMHead(4, 6, options=options)
+    x = torch.randn(4, generator=torch.Generator().manual_seed(0)).expand(20000, 4)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        head.weight.normal_(std=2.0)
+        expected = head(x[0]).softmax(-1)
+        shares = head(x, sample=1.0).bincount(minlength=6) / len(x)
+    # Five standard deviations of a share; the plain logits' shares are far off.
+    assert ((shares - expected).abs() <= 5 * (expected * (1 - expected) / len(x)).sqrt()).all()

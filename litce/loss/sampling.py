@@ -22,6 +22,7 @@ def sample_tokens_chunked(
     generator: torch.Generator | None = None,
     *,
     bias: Tensor | None = None,  # (V,)
+    options: LossOptions = LossOptions(),  # noqa: B008  (frozen)
 ) -> Tensor:
     """Return one token id (...) per row from `softmax((hidden_states @ weight.T + bias) / temperature)`, int64.
 
@@ -36,6 +37,7 @@ def sample_tokens_chunked(
         chunk_size: columns of the vocabulary whose logits are alive at once.
         generator: source of the noise, on the device of the hidden states; torch's default one if None.
         bias: (V,) bias of the head.
+        options: scale and softcap of the logits, which come before the temperature.
 
     Raises:
         ValueError: for a negative or infinite temperature, a chunk size below 1 or shapes that do not fit.
@@ -46,7 +48,7 @@ def sample_tokens_chunked(
         raise ValueError(f"chunk_size={chunk_size!r}; give at least 1 column of the vocabulary")
     if weight.ndim != 2 or hidden_states.shape[-1] != weight.shape[1]:
         raise ValueError(f"hidden_states {tuple(hidden_states.shape)} do not fit weight {tuple(weight.shape)}")
-    projection = Projection(weight, bias, LossOptions(), operand_dtype(weight), weight.dtype, len(weight))
+    projection = Projection(weight, bias, options, operand_dtype(weight), weight.dtype, len(weight))
     flat = hidden_states.reshape(-1, weight.shape[1])
     tokens = torch.zeros(len(flat), dtype=torch.long, device=flat.device)
     columns = min(chunk_size, len(weight))

@@ -105,7 +105,7 @@ def save_checkpoint(
                 "num_samples": state.num_samples * fabric.world_size,
             }
             (partial / PROGRESS).write_text(json.dumps(progress), encoding="utf-8")
-            _publish(partial, directory)
+            publish(partial, directory)
         except (OSError, SafetensorError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk
             shutil.rmtree(partial, ignore_errors=True)
             failure = str(error)
@@ -262,7 +262,7 @@ def require_same_model(directory: Path, config: Config) -> None:
     differences = [
         f"{key} is {saved[key]} there and {current[key]} here"
         for key in current
-        if key != "name" and saved[key] != current[key]
+        if key not in ("name", "family") and saved[key] != current[key]
     ]
     if differences:
         raise UsageError(f"--resume {directory} holds another model: {', '.join(differences)}; give another --out_dir")
@@ -298,20 +298,20 @@ def _strip_compiled(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name.replace(COMPILED_PREFIX, ""): tensor for name, tensor in state_dict.items()}
 
 
-def _publish(partial: Path, directory: Path) -> None:
+def publish(partial: Path, directory: Path) -> None:
     """Make `partial` appear as `directory`, after all of it has reached the disk."""
     for path in [*partial.rglob("*"), partial]:
-        _fsync(path)
+        fsync(path)
     replaced = directory.with_name(f".{directory.name}{REPLACED}")
     if directory.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         directory.rename(replaced)
     partial.rename(directory)
-    _fsync(directory.parent)
+    fsync(directory.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
     if path.is_dir() and os.name == "nt":  # Windows opens no directories
         return
     descriptor = os.open(path, os.O_RDONLY)
