@@ -35,7 +35,7 @@ def test_no_arguments_are_the_demo() -> None:
     arguments = parsed()
     assert arguments["model_name"] == "demo"
     assert arguments["data"] == PythonStdlib()
-    assert arguments["out_dir"] == Path("out/pretrain/demo")
+    assert arguments["out_dir"] is None
     assert arguments["train"].cross_entropy_chunk_size == "auto"
 
 

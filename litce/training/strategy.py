@@ -15,6 +15,9 @@ from litce.args import LogArgs, UsageError
 
 T = TypeVar("T")
 
+# The default group would give up on a rank that prepares data for hours.
+LONG = timedelta(days=7)
+
 LoggerName = Literal["csv", "tensorboard", "wandb"]
 Precision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed"]
 
@@ -76,8 +79,7 @@ def on_rank_zero(fabric: Fabric, function: Callable[[], T]) -> T:
         except UsageError as usage_error:
             error = str(usage_error)
     if fabric.world_size > 1:
-        # The default group would give up on a rank 0 that prepares data for hours.
-        group = torch.distributed.new_group(backend="gloo", timeout=timedelta(days=7))
+        group = torch.distributed.new_group(backend="gloo", timeout=LONG)
         values = [result, error]
         torch.distributed.broadcast_object_list(values, src=0, group=group)
         result, error = values
@@ -85,6 +87,29 @@ def on_rank_zero(fabric: Fabric, function: Callable[[], T]) -> T:
     if error is not None:
         raise UsageError(error)
     return result
+
+
+def rank_by_rank(fabric: Fabric, function: Callable[[], object]) -> None:
+    """Call `function` on rank 0 and then on the others at once, which find the caches that it filled.
+
+    Raises:
+        UsageError: on every rank, if it is raised on any, with the message of the first.
+    """
+    on_rank_zero(fabric, function)
+    if fabric.world_size == 1:
+        return
+    error: str | None = None
+    if not fabric.is_global_zero:
+        try:
+            function()
+        except UsageError as usage_error:
+            error = f"{usage_error} (on rank {fabric.global_rank})"
+    errors: list[str | None] = [None] * fabric.world_size
+    group = torch.distributed.new_group(backend="gloo", timeout=LONG)
+    torch.distributed.all_gather_object(errors, error, group=group)
+    torch.distributed.destroy_process_group(group)
+    if first := next(filter(None, errors), None):
+        raise UsageError(first)
 
 
 def default_precision() -> Precision:
