@@ -30,6 +30,7 @@ from litce.training.strategy import (
     Precision,
     build_fabric,
     build_logger,
+    on_every_rank,
     on_rank_zero,
     rank_by_rank,
     weight_dtype,
@@ -148,7 +149,7 @@ def setup(
 
     state = TrainState(*fabric.setup(gpt, spec.build(gpt)))
     if source is not None:
-        checkpoint.load_state(fabric, source, state, spec.init_args)
+        on_every_rank(fabric, lambda: checkpoint.load_state(fabric, source, state, spec.init_args))
         fabric.print(f"resumed from {source} at step {state.step}")
     metrics = Metrics(fabric, total_steps=num_steps, first_step=state.step, first_tokens=state.num_tokens)
 
@@ -207,7 +208,7 @@ def resolve_config(
     known = [field.name for field in fields(Config)]
     for name in changes:
         if name not in known:
-            raise UsageError(f"unknown option --model_config.{name}; {suggest(name, known)}")
+            raise UsageError(f"unknown option --model_config.{name}; {suggest(name, known, prefix='--model_config.')}")
     if model_name is not None:
         if model_name not in MODEL_CONFIGS:
             raise UsageError(f"--model_name {model_name} is not known; {suggest(model_name, list(MODEL_CONFIGS))}")

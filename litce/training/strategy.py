@@ -89,27 +89,36 @@ def on_rank_zero(fabric: Fabric, function: Callable[[], T]) -> T:
     return result
 
 
-def rank_by_rank(fabric: Fabric, function: Callable[[], object]) -> None:
-    """Call `function` on rank 0 and then on the others at once, which find the caches that it filled.
+def on_every_rank(fabric: Fabric, function: Callable[[], object]) -> None:
+    """Call `function` on all ranks at once.
 
     Raises:
         UsageError: on every rank, if it is raised on any, with the message of the first.
     """
-    on_rank_zero(fabric, function)
-    if fabric.world_size == 1:
-        return
     error: str | None = None
-    if not fabric.is_global_zero:
-        try:
-            function()
-        except UsageError as usage_error:
-            error = f"{usage_error} (on rank {fabric.global_rank})"
-    errors: list[str | None] = [None] * fabric.world_size
-    group = torch.distributed.new_group(backend="gloo", timeout=LONG)
-    torch.distributed.all_gather_object(errors, error, group=group)
-    torch.distributed.destroy_process_group(group)
-    if first := next(filter(None, errors), None):
-        raise UsageError(first)
+    try:
+        function()
+    except UsageError as usage_error:
+        error = str(usage_error)
+    errors = [error]
+    if fabric.world_size > 1:
+        errors = [None] * fabric.world_size
+        group = torch.distributed.new_group(backend="gloo", timeout=LONG)
+        torch.distributed.all_gather_object(errors, error, group=group)
+        torch.distributed.destroy_process_group(group)
+    for rank, message in enumerate(errors):
+        if message is not None:
+            raise UsageError(message if rank == 0 else f"{message} (on rank {rank})")
+
+
+def rank_by_rank(fabric: Fabric, function: Callable[[], object]) -> None:
+    """Call `function` on rank 0 and then on the others at once, which find the caches that it filled.
+
+    Raises:
+        UsageError: as `on_every_rank` does.
+    """
+    on_rank_zero(fabric, function)
+    on_every_rank(fabric, lambda: None if fabric.is_global_zero else function())
 
 
 def default_precision() -> Precision:

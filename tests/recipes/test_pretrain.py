@@ -327,7 +327,10 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"data": None}, "--data: give"),
         ({"model_config": None}, "--model_name: give"),
-        ({"model_config": {"n_leyer": 2}}, "unknown option --model_config.n_leyer; did you mean n_layer"),
+        (
+            {"model_config": {"n_leyer": 2}},
+            "unknown option --model_config.n_leyer; did you mean --model_config.n_layer",
+        ),
         ({"model_config": {"foo": 2}}, "unknown option --model_config.foo; choose name, block_size"),
         ({"model_name": "demo", "model_config": {"foo": 2}}, "unknown option --model_config.foo"),
         ({"model_config": {**MODEL, "n_embd": 15}}, "--model_config.n_embd: must be a multiple of n_head=2, got 15"),
