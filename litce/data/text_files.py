@@ -117,6 +117,8 @@ def cached_folder(folder: Path, build: Callable[[Path], None]) -> Path:
         digests = {path.name: _file_digest(path) for path in temporary.iterdir()}
         (temporary / MANIFEST).write_text(json.dumps(digests), encoding="utf-8")
         _publish(temporary, folder)
+    except OSError as error:
+        raise UsageError(f"the cache {folder} cannot be built ({error}); make room or set LITCE_CACHE") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return folder
@@ -309,7 +311,7 @@ class TextFiles(TextDataModule):
         # Before Python 3.13 a pattern that ends in ** finds folders alone.
         pattern = f"{self.pattern}/*" if PurePath(self.pattern).name == "**" else self.pattern
         try:
-            files = sorted(file for file in path.glob(pattern) if file.is_file())
+            files = sorted({file for file in path.glob(pattern) if file.is_file()})
         except (OSError, ValueError) as error:
             raise UsageError(f"--data.pattern {self.pattern!r} cannot be searched for in {path}: {error}") from error
         if not files:

@@ -1,4 +1,5 @@
 import json
+import math
 import os
 import signal
 import subprocess
@@ -60,6 +61,43 @@ def test_one_step_is_that_of_the_mean_over_all_tokens(tmp_path: Path, micro_batc
     trained = load_model(tmp_path / "final")
     for (name, before), after in zip(model.named_parameters(), trained.parameters(), strict=True):
         torch.testing.assert_close(after.detach(), before.detach() - 0.5 * before.grad, rtol=1e-5, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.05, 1e9])
+def test_steps_are_those_of_a_plain_torch_loop(tmp_path: Path, max_norm: float | None) -> None:
+    """Every step with the rate that the schedule gives it, from clipped gradients of the whole batch."""
+    args = train_args(global_batch_size=8, micro_batch_size=2, max_steps=5, lr_warmup_steps=2, max_norm=max_norm)
+    optimizer = {"class_path": "SGD", "lr": 0.5, "momentum": 0.9, "weight_decay": 0.1}
+    pretrain(tmp_path, Numbers(8), train=args, optimizer=optimizer)
+
+    torch.manual_seed(42)
+    model = GPT(Config(**MODEL))
+    torch.manual_seed(42)
+    model.init_weights()
+    vectors, matrices = ([p for p in model.parameters() if (p.ndim >= 2) == matrix] for matrix in (False, True))
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    sgd = torch.optim.SGD(groups, lr=0.5, momentum=0.9, weight_decay=0.1)
+    samples = [Numbers(8).train_dataset()[i] for i in range(8)]
+    inputs, targets = (torch.stack([sample[name] for sample in samples]) for name in ("input_ids", "targets"))
+    # Two steps of warm-up, then a cosine over the other three.
+    rates = [0.25, 0.5, *[6e-5 + (0.5 - 6e-5) * 0.5 * (1 + math.cos(math.pi * i / 3)) for i in range(3)]]
+    losses, norms = {}, []
+    for step, rate in enumerate(rates, start=1):
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        sgd.zero_grad()
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm or math.inf))
+        for group in sgd.param_groups:
+            group["lr"] = rate
+        sgd.step()
+        losses[step] = loss.item()
+    assert min(norms) > 0.05, "the smallest limit clips nothing"
+    assert logged(tmp_path) == pytest.approx(losses, rel=1e-5)
+    assert logged(tmp_path, "learning_rate") == pytest.approx(dict(enumerate(rates, start=1)))
+    for (name, expected), actual in zip(
+        model.named_parameters(), load_model(tmp_path / "final").parameters(), strict=True
+    ):
+        torch.testing.assert_close(actual.detach(), expected.detach(), rtol=1e-4, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -245,6 +283,19 @@ def test_a_diverging_run_stops_and_keeps_its_checkpoints_finite(tmp_path: Path, 
     assert "final" not in checkpoints(tmp_path)
     for name in checkpoints(tmp_path):
         assert all(tensor.isfinite().all() for tensor in weights(tmp_path / name).values())
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_at_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a checkpoint at that step, for which the weights would be looked at."""
+    forward = GPT.forward
+
+    def overflowing(self: GPT, *args: Any) -> torch.Tensor:
+        return forward(self, *args) * math.inf
+
+    monkeypatch.setattr(GPT, "forward", overflowing)
+    with pytest.raises(UsageError, match=r"the loss is \w+ at step 1 with learning rate .*--optimizer.lr"):
+        pretrain(tmp_path, train=train_args(max_steps=50, save_interval=None))
+    assert checkpoints(tmp_path) == set()
 
 
 def test_a_run_is_repeated_by_its_own_hyperparameters(tmp_path: Path) -> None:
