@@ -276,7 +276,10 @@ def load_weights(model: nn.Module, path: Path, assign: bool = False) -> None:
         raise UsageError(f"{path} is damaged ({_short(error)}); use another checkpoint") from error
     try:
         # Not strict, so that the complete lists of keys come back; they are checked below.
-        missing, unexpected = unwrap(model).load_state_dict(tensors, strict=False, assign=assign)
+        plain = unwrap(model)
+        compiled = {name.replace(COMPILED_PREFIX, ""): name for name in plain.state_dict()}
+        tensors = {compiled.get(name, name): tensor for name, tensor in tensors.items()}
+        missing, unexpected = plain.load_state_dict(tensors, strict=False, assign=assign)
     except RuntimeError as error:
         raise UsageError(f"{path} does not fit the model: {' '.join(str(error).split())}") from error
     problems = [f"{kind} {_listed(keys)}" for kind, keys in (("missing", missing), ("unexpected", unexpected)) if keys]
