@@ -205,6 +205,11 @@ def _require_intact(source: Path, resume: bool | str | Path) -> None:
     if others:
         other = max(others, key=lambda path: checkpoint.read_progress(path)["step"])
         way_out = f"{other} is intact: remove the damaged one, or go on with --resume {other}"
+    elif problem.startswith(str(source / "state")):
+        way_out = (
+            f"no other checkpoint of the run is intact; start with --initial_checkpoint_dir {source} and another "
+            "--out_dir to keep the weights alone"
+        )
     else:
         way_out = "no other checkpoint of the run is intact; start again with another --out_dir"
     raise UsageError(f"--resume {_typed(resume)}: {problem}; {way_out}")

@@ -204,9 +204,16 @@ def test_an_older_damaged_checkpoint_is_in_nobodys_way(tmp_path: Path) -> None:
     assert resolve_resume("auto", tmp_path) == tmp_path / "step-2"
 
 
-def test_without_an_intact_checkpoint(tmp_path: Path) -> None:
-    empty(write(tmp_path / "final") / checkpoint.WEIGHTS)
-    with pytest.raises(UsageError, match="final.*is damaged.*; no other checkpoint of the run is intact; .*--out_dir"):
+@pytest.mark.parametrize(
+    ("name", "way_out"),
+    [
+        (checkpoint.WEIGHTS, "start again with another --out_dir"),
+        (checkpoint.OPTIMIZER, "start with --initial_checkpoint_dir .*final and another --out_dir to keep the weights"),
+    ],
+)
+def test_without_an_intact_checkpoint(tmp_path: Path, name: str, way_out: str) -> None:
+    empty(write(tmp_path / "final") / name)
+    with pytest.raises(UsageError, match=f"final.*is damaged.*; no other checkpoint of the run is intact; {way_out}"):
         resolve_resume("auto", tmp_path)
 
 
