@@ -117,7 +117,7 @@ def test_dotted_dicts_and_unions() -> None:
             ["pretrain", "--data", "TokenFile", "--data.path", "x", "--data.dtype", "null"],
             "--data.dtype null: expected uint16, uint32, int32, int64",
         ),
-        (["pretrain", "--data.class_path", "3"], "--data.class_path 3: expected LitData, "),
+        (["pretrain", "--data.class_path", "3"], "--data.class_path 3: expected "),
         (["pretrain", "--train.min_lr", "null"], "--train.min_lr null: expected a number"),
         (["pretrain", "--train.min_lr", "abc"], "--train.min_lr abc: expected a number"),
         (["pretrain", "--model_config", "3"], "--model_config 3: expected a mapping or null"),

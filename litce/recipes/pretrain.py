@@ -24,15 +24,13 @@ from litce.training.hyperparameters import as_hyperparameters
 from litce.training.loop import fit, total_steps
 from litce.training.metrics import Metrics, Summary
 from litce.training.optim import LearningRate, resolve_optimizer
+from litce.training.ranks import on_every_rank, on_rank_zero, rank_by_rank
 from litce.training.resume import finished, prepare_out_dir, require_position, require_resumable, resolve_resume
 from litce.training.strategy import (
     LoggerName,
     Precision,
     build_fabric,
     build_logger,
-    on_every_rank,
-    on_rank_zero,
-    rank_by_rank,
     weight_dtype,
 )
 
