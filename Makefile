@@ -21,8 +21,9 @@ setup: .venv/installed
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[test]'
 	touch $@
 
+# A second time it goes on where it was interrupted, or says that it is finished.
 demo: setup
-	$(BIN)/litce pretrain
+	$(BIN)/litce pretrain --resume auto
 
 test: setup
 	$(BIN)/ruff format --check .

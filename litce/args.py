@@ -1,5 +1,6 @@
 """The arguments that all recipes share; the docstring under a field is its help on the command line."""
 
+import json
 import math
 import re
 from dataclasses import dataclass
@@ -14,6 +15,19 @@ BYTE_UNITS = {
 
 class UsageError(ValueError):
     """What the user asked for cannot be done; the message is one line that names the flag, its value and a way out."""
+
+
+def as_written(value: object) -> str:
+    """A value as it is written on the command line and in YAML: null, true, [0.9, 0.95]."""
+    if value is None or isinstance(value, (bool, list, tuple)):
+        return json.dumps(value)
+    return str(value)
+
+
+def require_seed(seed: int) -> None:
+    """Raise `UsageError` unless every random number generator takes `seed`; NumPy's takes 32 bits."""
+    if not 0 <= seed < 2**32:
+        raise UsageError(f"--seed {seed}: must be from 0 to {2**32 - 1}")
 
 
 def parse_bytes(value: int | str, flag: str = "--train.memory_budget_bytes") -> int:

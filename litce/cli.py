@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -11,7 +12,8 @@ from typing import Any, NoReturn
 
 from litce import __version__
 from litce.args import UsageError
-from litce.cli_messages import explain, suggest
+from litce.cli_config import locate, read_configs, with_config
+from litce.cli_messages import explain, require_groups, require_values, suggest
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,14 @@ def run(name: str, words: list[str]) -> None:
     module_name, _, function_name = command.function.partition(":")
     function = getattr(importlib.import_module(module_name), function_name)
     parser = build_parser(name, function, command.positional)
-    function(**parse(parser, with_config(words, command.default_config)))
+    words = with_config(words, command.default_config)
+    configs = read_configs(words)
+    try:
+        for content in configs.values():
+            require_groups(parser, content)
+        function(**parse(parser, words))
+    except UsageError as error:
+        raise UsageError(locate(str(error), words, configs)) from error
 
 
 def build_parser(name: str, function: Callable[..., Any], positional: Sequence[str] = ()) -> Any:
@@ -129,6 +138,7 @@ def parse(parser: Any, words: list[str]) -> dict[str, Any]:
 
     try:
         parsed = parser.parse_args(words)
+        require_values(parser, parsed)
         # Renamed in jsonargparse 4.49.
         arguments = getattr(parser, "instantiate", None) or parser.instantiate_classes
         values = vars(arguments(parsed))
@@ -140,50 +150,10 @@ def parse(parser: Any, words: list[str]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name != "config"}
 
 
-def with_config(words: list[str], default: str | None) -> list[str]:
-    """`words` with the files that `--config` names put first, so that every other flag overrides them."""
-    rest: list[str] = []
-    configs: list[str] = []
-    remaining = iter(words)
-    for word in remaining:
-        if word == "--config":
-            value = next(remaining, None)
-            if value is None:
-                raise UsageError("--config: give a YAML file or a hub name such as pretrain/demo")
-            configs.append(value)
-        elif word.startswith("--config="):
-            configs.append(word.removeprefix("--config="))
-        else:
-            rest.append(word)
-    if not configs and default is not None:
-        configs = [default]
-    return [part for config in configs for part in ("--config", str(find_config(config)))] + rest
-
-
-def find_config(name: str) -> Path:
-    """The file that `--config name` means: a path, or a name in the hub.
-
-    Raises:
-        UsageError: if it is neither, with the near names.
-    """
-    if Path(name).is_file():
-        return Path(name)
-    hub = hub_dir()
-    found = hub / f"{name.removesuffix('.yaml')}.yaml"
-    if found.is_file() and found.resolve().is_relative_to(hub.resolve()):
-        return found
-    names = sorted(path.relative_to(hub).with_suffix("").as_posix() for path in hub.rglob("*.yaml"))
-    raise UsageError(f"--config {name} is neither a file nor in the hub; {suggest(name, names)}")
-
-
-def hub_dir() -> Path:
-    """Folder of the configurations: inside the package where it was installed, beside it in a checkout."""
-    package = Path(__file__).resolve().parent
-    return next((path for path in (package / "config_hub", package.parent / "config_hub") if path.is_dir()), package)
-
-
 def _exit(prog: str, error: UsageError) -> NoReturn:
-    print(f"{prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
+    # Every process of a run comes here with the same error; one on each machine tells it.
+    if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0":
+        print(f"{prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
     sys.exit(2)
 
 

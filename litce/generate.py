@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from litce.args import UsageError
+from litce.args import UsageError, require_seed
 from litce.model import GPT
 from litce.tokenizer import Tokenizer
-from litce.training.checkpoint import load_model
+from litce.training.checkpoint import load_model, require_model
 
 
 def check_sampling(max_new_tokens: int, temperature: float, top_k: int | None) -> None:
@@ -92,7 +92,7 @@ def generate(
     return ids[len(prompt_ids) :].tolist()
 
 
-def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
+def encode_prompt(tokenizer: Tokenizer, prompt: str, flag: str = "--prompt") -> list[int]:
     """Token ids of `prompt`, after the tokenizer's beginning-of-sequence token if it has one.
 
     Raises:
@@ -100,7 +100,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
     """
     ids = tokenizer.encode(prompt, bos=tokenizer.bos_id is not None)
     if not ids:
-        raise UsageError(f"--prompt: got {prompt!r}, and the tokenizer has no bos token to start from; give some text")
+        raise UsageError(f"{flag}: got {prompt!r}, and the tokenizer has no bos token to start from; give some text")
     return ids
 
 
@@ -124,6 +124,10 @@ def setup(
         seed: Seed of the sampling; the same seed gives the same text.
     """
     check_sampling(max_new_tokens, temperature, top_k)
+    require_seed(seed)
+    require_model(checkpoint_dir)
+    if not (checkpoint_dir / "tokenizer.json").is_file():
+        raise UsageError(f"{checkpoint_dir} holds no tokenizer.json; copy the model's tokenizer files there")
     tokenizer = Tokenizer(checkpoint_dir)
     prompt_ids = encode_prompt(tokenizer, prompt)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

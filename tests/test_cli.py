@@ -7,6 +7,7 @@ import pytest
 
 from litce import __version__, cli
 from litce.args import TrainArgs, UsageError
+from litce.cli_config import with_config
 from litce.data import PythonStdlib, TextFiles
 from litce.recipes import pretrain as recipe
 from tests.tiny import logged
@@ -17,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 def parsed(*words: str) -> dict[str, Any]:
     """What `litce pretrain WORDS` calls the recipe with."""
     parser = cli.build_parser("pretrain", recipe.setup)
-    return cli.parse(parser, cli.with_config(list(words), cli.COMMANDS["pretrain"].default_config))
+    return cli.parse(parser, with_config(list(words), cli.COMMANDS["pretrain"].default_config))
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -35,7 +36,7 @@ def test_no_arguments_are_the_demo() -> None:
     arguments = parsed()
     assert arguments["model_name"] == "demo"
     assert arguments["data"] == PythonStdlib()
-    assert arguments["out_dir"] == Path("out/pretrain/demo")
+    assert arguments["out_dir"] is None
     assert arguments["train"].cross_entropy_chunk_size == "auto"
 
 
@@ -95,6 +96,43 @@ def test_dotted_dicts_and_unions() -> None:
         (["pretrain", "--data", "TextFiles"], "--data.path is required"),
         (["pretrain", "--model_name", "gpt3"], "did you mean gpt2?"),
         (["pretrain", "--seed"], "argument --seed: expected one argument"),
+        *[
+            (["pretrain", f"--{group}", value], f"--{group} {value}: expected its options one by one, such as --{flag}")
+            for group, flag in [("train", "train.save_interval"), ("eval", "eval.interval"), ("log", "log.project")]
+            for value in ("3", "nowhere.yaml")
+        ],
+        (["pretrain", "--data", "LitData"], "--data.path and --data.val_path are required; see litce pretrain --help"),
+        (["pretrain", "--data", "LitData", "--data.path", "x"], "error: --data.val_path is required"),
+        (
+            ["pretrain", "--data", "TokenFile", "--data.path", "x", "--data.dtype", "float32"],
+            "--data.dtype float32: expected uint16, uint32, int32, int64",
+        ),
+        (
+            ["pretrain", "--data", "TokenFile", "--data.path", "x", "--data.val_fraction", "abc"],
+            "--data.val_fraction abc: expected a number or null",
+        ),
+        (["pretrain", "--data.vocab_size", "null"], "--data.vocab_size null: expected a whole number"),
+        (["pretrain", "--data.num_workers", "null"], "--data.num_workers null: expected a whole number"),
+        (
+            ["pretrain", "--data", "TokenFile", "--data.path", "x", "--data.dtype", "null"],
+            "--data.dtype null: expected uint16, uint32, int32, int64",
+        ),
+        (["pretrain", "--data.class_path", "3"], "--data.class_path 3: expected "),
+        (["pretrain", "--train.min_lr", "null"], "--train.min_lr null: expected a number"),
+        (["pretrain", "--train.min_lr", "abc"], "--train.min_lr abc: expected a number"),
+        (["pretrain", "--model_config", "3"], "--model_config 3: expected a mapping or null"),
+        (["pretrain", "--model_config.foo", "1"], "unknown option --model_config.foo; choose name, block_size"),
+        (["pretrain", "--model_config.n_embd", "15"], "--model_config.n_embd: must be a multiple of n_head=4, got 15"),
+        (["pretrain", "--model_name", "gpt-2"], "--model_name gpt-2 is not known; did you mean gpt2"),
+        *[
+            (["pretrain", "--optimizer.lr", value], f"--optimizer.lr {value}: expected a finite number")
+            for value in ("abc", "nan", "inf", "null", "true")
+        ],
+        (["pretrain", "--optimizer.class_path", "3"], "--optimizer.class_path 3: give a class of torch.optim"),
+        (["pretrain", "--seed", "-1"], "--seed -1: must be from 0 to 4294967295"),
+        (["pretrain", "--data.num_workers", "-1"], "--data.num_workers -1: must be 0"),
+        (["generate", "nowhere"], "nowhere is not a folder; give a folder that training wrote, such as RUN/final"),
+        (["generate", "nowhere", "--seed", "-1"], "--seed -1: must be from 0 to 4294967295"),
     ],
 )
 def test_mistakes_end_in_one_line(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
@@ -104,16 +142,77 @@ def test_mistakes_end_in_one_line(capsys: pytest.CaptureFixture[str], words: lis
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("train:\n  max_stepz: 3\n", "unknown option --train.max_stepz; did you mean --train.max_steps"),
-        ("model_nam: gpt2\n", "unknown option --model_nam; did you mean --model_name"),
-        ("train:\n  micro_batch_size: 0\n", "--train.micro_batch_size 0: must be greater than 0"),
-        ("train: [\n", "Problems parsing config"),
+        ("train:\n  max_stepz: 3\n", "FILE: unknown option --train.max_stepz; did you mean --train.max_steps"),
+        ("model_nam: gpt2\n", "FILE: unknown option --model_nam; did you mean --model_name"),
+        ("train:\n  micro_batch_size: 0\n", "FILE: --train.micro_batch_size 0: must be greater than 0"),
+        ("train:\n  max_steps: x\n", "FILE: --train.max_steps x: expected a whole number or null"),
+        ("train: null\n", "FILE: --train null: expected its options one by one, such as --train.save_interval"),
+        ("eval: 3\n", "FILE: --eval 3: expected its options one by one, such as --eval.interval"),
+        ("model_name: demo\ndata: PythonStdlib\n", "error: nothing ends the run"),
+        (
+            "data:\n  class_path: PythonStdlib\n  init_args:\n    vocab_size: 3\n",
+            "FILE: --data.vocab_size must be at least 257",
+        ),
+        (
+            "model_name: demo\ndata: PythonStdlib\ntrain:\n  max_steps: 1\noptimizer:\n  lr: abc\n",
+            "FILE: --optimizer.lr abc: expected",
+        ),
+        ("model_name: gpt-2\ndata: PythonStdlib\n", "FILE: --model_name gpt-2 is not known"),
+        ("train: [\n", "--config FILE, line 2, column 1 is not YAML: "),
+        ("a: b: c\n", "--config FILE, line 1, column 5 is not YAML: "),
+        ("\x00", "--config FILE is not YAML: "),
+        ("", "--config FILE is empty; give options such as model_name: demo"),
+        ("# nothing\n", "--config FILE is empty"),
+        ("- a\n- b\n", "--config FILE holds a list; give options such as"),
+        ("hello\n", "--config FILE holds a str; give options such as"),
+        ("1: 2\n", "--config FILE: unknown option 1; give options such as"),
+        (b"model_name: caf\xe9\n", "--config FILE is not UTF-8 (byte 15); save it as UTF-8"),
     ],
 )
-def test_mistakes_in_a_file_do_too(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str) -> None:
+def test_mistakes_in_a_file_name_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | bytes, message: str
+) -> None:
     path = tmp_path / "own.yaml"
-    path.write_text(text)
-    assert message in refused(capsys, "pretrain", "--config", str(path))
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    assert message.replace("FILE", str(path)) in refused(capsys, "pretrain", "--config", str(path))
+
+
+def test_the_file_that_holds_the_mistake_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text("train:\n  max_steps: x\n")
+    second.write_text("seed: 3\n")
+    files = ["--config", str(first), "--config", str(second)]
+    assert f"error: {first}: --train.max_steps x" in refused(capsys, "pretrain", *files)
+    # A flag overrides the file, and is the mistake then.
+    first.write_text("train:\n  max_steps: 3\n")
+    assert "error: --train.max_steps y" in refused(capsys, "pretrain", *files, "--train.max_steps", "y")
+    assert "error: --train.max_steps y" in refused(capsys, "pretrain", *files, "--train.max_steps=y")
+    # The hub's file, which nobody typed.
+    words = ["pretrain", "--data", "TextFiles", "--data.path", str(tmp_path), "--out_dir", str(tmp_path / "run")]
+    assert "error: config_hub/pretrain/demo.yaml: --eval.prompt needs a tokenizer" in refused(capsys, *words)
+    words = ["pretrain", "--config", "pretrain/gpt2", "--train.max_steps", "10"]
+    assert "error: config_hub/pretrain/gpt2.yaml: --train.lr_warmup_steps 700 is not below" in refused(capsys, *words)
+
+
+def test_one_process_of_a_machine_tells_the_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, rank, lines in (("LOCAL_RANK", "0", 1), ("LOCAL_RANK", "1", 0), ("SLURM_LOCALID", "3", 0)):
+        with monkeypatch.context() as context, pytest.raises(SystemExit) as caught:
+            context.setenv(name, rank)
+            cli.main(["pretrain", "--model_name", "gpt3"])
+        assert caught.value.code == 2 and capsys.readouterr().err.count("\n") == lines
+
+
+def test_the_printed_configuration_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--print_config`, as other command lines of jsonargparse have it."""
+    words = ["--train.max_steps", "3", "--optimizer.lr", "0.5", "--data.vocab_size", "300"]
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["pretrain", *words, "--print_config"])
+    assert caught.value.code == 0
+    path = tmp_path / "printed.yaml"
+    path.write_text(capsys.readouterr().out)
+    assert parsed("--config", str(path)) == parsed(*words)
 
 
 def test_usage_errors_of_a_command_are_one_line_and_others_keep_their_traceback(
@@ -144,6 +243,8 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     # From the docstring under the field, and from the Args of the function.
     assert "Optimizer steps between checkpoints; null saves at the end only" in printed
     assert "Named model to train." in printed
+    for flag in ("--train.max_steps", "--optimizer.lr", "--data.help", "--resume", "--print_config"):
+        assert flag in printed
 
 
 def test_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,3 +222,30 @@ def test_command_checks_its_options_before_loading(checkpoint_dir, monkeypatch, 
         setup(checkpoint_dir, "a", **options)
     with pytest.raises(UsageError, match="--prompt"):
         setup(checkpoint_dir, "")
+
+
+def test_command_says_what_a_folder_lacks_before_it_reads_anything(checkpoint_dir, tmp_path_factory):
+    run = tmp_path_factory.mktemp("run")
+    with pytest.raises(
+        UsageError, match="holds no model_config.yaml; give a folder that training wrote, such as RUN/f"
+    ):
+        setup(run, "a")
+    (checkpoint_dir / "state").mkdir()
+    (checkpoint_dir / "state/optimizer.pt").touch()
+    progress = {"step": 1, "num_tokens": 1, "epoch": 0, "num_samples": 0}
+    (checkpoint_dir / "state/progress.json").write_text(json.dumps(progress))
+    checkpoint_dir.rename(run / "final")
+    with pytest.raises(UsageError, match=f"{run} holds no model_config.yaml; did you mean {run / 'final'}?"):
+        setup(run, "a")
+    (run / "final/tokenizer.json").unlink()
+    with pytest.raises(
+        UsageError, match="final holds no tokenizer.json; copy the model's tokenizer files there"
+    ) as error:
+        setup(run / "final", "a")
+    assert "--tokenizer_dir" not in str(error.value)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, 10**30])
+def test_command_refuses_a_seed_that_no_generator_takes(checkpoint_dir, seed):
+    with pytest.raises(UsageError, match=f"--seed {seed}: must be from 0 to 4294967295"):
+        setup(checkpoint_dir, "a", seed=seed)

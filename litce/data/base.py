@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from litce.args import UsageError
 from litce.tokenizer import Tokenizer
 
 IGNORE_INDEX = -100
@@ -44,6 +45,13 @@ class DataModule(ABC):
             UsageError: the data cannot be read, or is shorter than one sequence.
         """
 
+    def check_vocabulary(self, vocab_size: int) -> None:  # noqa: B027  (ids of a tokenizer are below its size)
+        """Refuse ids that a model with `vocab_size` ids does not have, as far as that is known after `connect`.
+
+        Raises:
+            UsageError: naming such an id.
+        """
+
     @abstractmethod
     def train_dataset(self) -> Dataset[Sample]:
         """Training samples, by index."""
@@ -69,6 +77,19 @@ class DataModule(ABC):
         A model that has learned anything from context is below it.
         """
         return None
+
+
+def require_data(data: DataModule | None) -> DataModule:
+    """The module to train on.
+
+    Raises:
+        UsageError: there is none, or it asks for a negative number of workers.
+    """
+    if data is None:
+        raise UsageError("--data: give the data to train on, such as --data PythonStdlib")
+    if data.num_workers < 0:
+        raise UsageError(f"--data.num_workers {data.num_workers}: must be 0 (read in the training loop) or greater")
+    return data
 
 
 class ResumableSampler(Sampler[int]):
@@ -182,6 +203,8 @@ def make_dataloader(
         ),
         num_workers=data.num_workers,
         collate_fn=data.collate,
+        # Only from page-locked memory is a copy to the GPU made while the CPU goes on.
+        pin_memory=torch.cuda.is_available(),
         # Otherwise every new iterator draws from the global generator, and a resumed run would see other dropout.
         generator=torch.Generator().manual_seed(seed % 2**63),
     )

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import numpy as np
 
@@ -117,6 +117,8 @@ def cached_folder(folder: Path, build: Callable[[Path], None]) -> Path:
         digests = {path.name: _file_digest(path) for path in temporary.iterdir()}
         (temporary / MANIFEST).write_text(json.dumps(digests), encoding="utf-8")
         _publish(temporary, folder)
+    except OSError as error:
+        raise UsageError(f"the cache {folder} cannot be built ({error}); make room or set LITCE_CACHE") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return folder
@@ -270,6 +272,11 @@ class TextFiles(TextDataModule):
 
     def __post_init__(self) -> None:
         self._fraction = check_val_fraction(self.val_fraction, self.val_path)
+        pattern = PurePath(self.pattern)
+        if not self.pattern.strip() or pattern.anchor or ".." in pattern.parts:
+            raise UsageError(
+                f"--data.pattern {self.pattern!r}: give a pattern of files below --data.path, such as **/*.txt"
+            )
 
     def connect(self, tokenizer: Tokenizer | None, max_seq_length: int, seed: int = 42) -> None:
         """Tokenize the files, or find them in the cache.
@@ -301,7 +308,12 @@ class TextFiles(TextDataModule):
             return [Document(path.name, path)]
         if not path.is_dir():
             raise UsageError(f"{flag} {path} does not exist; give a text file or a folder of text files")
-        files = sorted(file for file in path.glob(self.pattern) if file.is_file())
+        # Before Python 3.13 a pattern that ends in ** finds folders alone.
+        pattern = f"{self.pattern}/*" if PurePath(self.pattern).name == "**" else self.pattern
+        try:
+            files = sorted({file for file in path.glob(pattern) if file.is_file()})
+        except (OSError, ValueError) as error:
+            raise UsageError(f"--data.pattern {self.pattern!r} cannot be searched for in {path}: {error}") from error
         if not files:
             raise UsageError(f"{flag} {path} has no file that matches --data.pattern {self.pattern!r}; change one")
         return [Document(file.relative_to(path).as_posix(), file) for file in files]

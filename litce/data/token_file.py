@@ -144,8 +144,16 @@ class TokenFile(DataModule):
             self._val = TokenBlocks(self.val_path, self.dtype, max_seq_length)
         val_name = f"--data.path {self.path}" if self.val_path is None else f"--data.val_path {self.val_path}"
         require_length(self._train, self._val, f"--data.path {self.path}", val_name)
-        self._check_ids(self._train)
-        self._check_ids(self._val)
+        self._largest = [self._check_ids(blocks) for blocks in (self._train, self._val)]
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """See `DataModule.check_vocabulary`."""
+        for blocks, (largest, position) in zip((self._train, self._val), self._largest, strict=True):
+            if largest >= vocab_size:
+                raise UsageError(
+                    f"{blocks.path} holds id {largest} at position {position}, above the last of the model's "
+                    f"{vocab_size}; raise --model_config.vocab_size to {largest + 1} or check --data.dtype {self.dtype}"
+                )
 
     def train_dataset(self) -> TokenBlocks:
         """Training samples of `max_seq_length` positions."""
@@ -172,8 +180,10 @@ class TokenFile(DataModule):
             )
         return size // itemsize
 
-    def _check_ids(self, blocks: TokenBlocks) -> None:
+    def _check_ids(self, blocks: TokenBlocks) -> tuple[int, int]:
+        """Refuse ids that no vocabulary, or not the tokenizer's, has; the largest id and its position."""
         upper = np.iinfo(np.int64).max if self._vocab_size is None else self._vocab_size
+        found = (-1, 0)
         for first, ids in blocks.scan():
             bad = np.flatnonzero((ids < 0) | (ids >= upper))
             if len(bad):
@@ -183,6 +193,9 @@ class TokenFile(DataModule):
                     f"{blocks.path} holds id {ids[bad[0]]} at position {position}, and ids must be at least 0{limit}; "
                     f"check --data.dtype {self.dtype} and --tokenizer_dir"
                 )
+            where = int(ids.argmax())
+            found = max(found, (int(ids[where]), blocks.start + first + where), key=lambda pair: pair[0])
+        return found
 
 
 def check_val_fraction(val_fraction: float | None, val_path: Path | None) -> float:

@@ -1,32 +1,36 @@
 """Train a model from scratch, or go on pretraining one."""
 
+import re
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.fabric import Fabric
 from torch import nn
 
-from litce.args import EvalArgs, LogArgs, TrainArgs, UsageError
+from litce.args import EvalArgs, LogArgs, TrainArgs, UsageError, require_seed
+from litce.cli_messages import suggest
 from litce.config import Config
 from litce.data import DataModule
-from litce.data.base import make_dataloader
+from litce.data.base import make_dataloader, require_data
 from litce.generate import encode_prompt, generate
 from litce.loss import CrossEntropyPlan, plan_cross_entropy
 from litce.model import GPT
+from litce.model_configs import MODEL_CONFIGS
 from litce.tokenizer import Tokenizer
 from litce.training import checkpoint
 from litce.training.checkpoint import TrainState
-from litce.training.hyperparameters import as_hyperparameters, differences
-from litce.training.loop import fit, limit_reached, total_steps
+from litce.training.hyperparameters import as_hyperparameters
+from litce.training.loop import fit, total_steps
 from litce.training.metrics import Metrics, Summary
 from litce.training.optim import LearningRate, resolve_optimizer
+from litce.training.ranks import on_every_rank, on_rank_zero, rank_by_rank
+from litce.training.resume import finished, prepare_out_dir, require_position, require_resumable, resolve_resume
 from litce.training.strategy import (
     LoggerName,
     Precision,
     build_fabric,
     build_logger,
-    on_rank_zero,
     weight_dtype,
 )
 
@@ -34,7 +38,7 @@ from litce.training.strategy import (
 def setup(
     model_name: str | None = None,
     model_config: dict[str, Any] | None = None,
-    out_dir: Path = Path("out/pretrain"),
+    out_dir: Path | None = None,
     precision: Precision | None = None,
     initial_checkpoint_dir: Path | None = None,
     resume: bool | Literal["auto"] | Path = False,
@@ -55,10 +59,12 @@ def setup(
         model_name: Named model to train.
         model_config: Fields of the model, such as --model_config.n_layer 4: in place of those of model_name, or all
             of them without it.
-        out_dir: Folder for checkpoints and logs. It has to be empty, unless the run in it is resumed.
+        out_dir: Folder for checkpoints and logs; null takes out/pretrain/NAME with the name of the model. It has to be
+            empty, unless the run in it is resumed.
         precision: Dtypes of weights and arithmetic; null takes bf16-mixed where the GPU supports it, else 32-true.
         initial_checkpoint_dir: Checkpoint whose weights to start from.
-        resume: Checkpoint to continue; true takes the newest in out_dir, auto does too or starts if there is none.
+        resume: Checkpoint to continue; true takes the newest in out_dir. auto does too, or starts if there is none, and
+            ends at once if the run is finished.
         data: Training and validation data.
         train: Batches, duration, learning rate and the loss.
         eval: Validation, and what to generate at the end.
@@ -77,9 +83,11 @@ def setup(
         UsageError: if the arguments cannot work, before the model is built.
     """
     hyperparameters = as_hyperparameters(locals())
-    if data is None:
-        raise UsageError("--data: give the data to train on, such as --data PythonStdlib")
+    require_seed(seed)
+    data = require_data(data)
     config = resolve_config(model_name, model_config, initial_checkpoint_dir)
+    out_dir = out_dir or Path("out/pretrain", folder_name(config.name))
+    hyperparameters["out_dir"] = str(out_dir)
     max_seq_length = resolve_max_seq_length(train, config)
     spec = resolve_optimizer(optimizer)
     # Once without the size of the data, which can take minutes to prepare.
@@ -92,17 +100,22 @@ def setup(
 
     fabric.launch()
     fabric.seed_everything(seed, verbose=False)
-    source = on_rank_zero(fabric, lambda: checkpoint.resolve_resume(resume, out_dir))
+    spec.require_usable(fabric.device)
+    source = on_rank_zero(fabric, lambda: resolve_resume(resume, out_dir))
     if source is not None:
-        require_resumable(fabric, source, config, train, hyperparameters)
+        require_resumable(fabric, source, config, spec, hyperparameters)
+        if nothing_left := finished(source, train):
+            if resume != "auto":
+                raise UsageError(nothing_left)
+            fabric.print(f"finished: {nothing_left}, or give another --out_dir")
+            return Summary(0, 0, 0.0, 0.0, None, None, None, None, source)
+    on_rank_zero(fabric, lambda: prepare_out_dir(out_dir))
 
     on_rank_zero(fabric, data.prepare)
     tokenizer = tokenizer or data.tokenizer
     prompt_ids = check_tokenizer(tokenizer, config, eval)
-    # First on rank 0, which fills the caches that the others then find.
-    on_rank_zero(fabric, lambda: data.connect(tokenizer, max_seq_length, seed))
-    if not fabric.is_global_zero:
-        data.connect(tokenizer, max_seq_length, seed)
+    rank_by_rank(fabric, lambda: data.connect(tokenizer, max_seq_length, seed))
+    data.check_vocabulary(config.vocab_size)
     train_loader, val_loader = (
         make_dataloader(
             dataset,
@@ -115,6 +128,8 @@ def setup(
         )
         for dataset, shuffle in ((data.train_dataset(), True), (data.val_dataset(), False))
     )
+    if source is not None:
+        require_position(source, len(train_loader.sampler), fabric.world_size)  # type: ignore[arg-type]
     num_steps = total_steps(train, len(data.train_dataset()), max_seq_length)  # type: ignore[arg-type]
     learning_rate = LearningRate(spec.lr, train.min_lr, train.lr_warmup_steps, num_steps)
 
@@ -132,7 +147,7 @@ def setup(
 
     state = TrainState(*fabric.setup(gpt, spec.build(gpt)))
     if source is not None:
-        checkpoint.load_state(fabric, source, state, spec.init_args)
+        on_every_rank(fabric, lambda: checkpoint.load_state(fabric, source, state, spec.init_args))
         fabric.print(f"resumed from {source} at step {state.step}")
     metrics = Metrics(fabric, total_steps=num_steps, first_step=state.step, first_tokens=state.num_tokens)
 
@@ -167,28 +182,43 @@ def setup(
     return summary
 
 
+def folder_name(model_name: str) -> str:
+    """The name of a model, which is free text, as that of a folder."""
+    return re.sub(r"[^\w.-]+", "-", model_name).strip(".-") or "model"
+
+
 def resolve_config(
     model_name: str | None, model_config: dict[str, Any] | None, initial_checkpoint_dir: Path | None
 ) -> Config:
     """The model to train: a named one, or that of the initial checkpoint, with fields of `model_config` put in.
 
     Raises:
-        UsageError: if nothing says which model, or a field is not known.
+        UsageError: if nothing says which model, a field is not known, or the initial checkpoint cannot be read.
     """
-    if initial_checkpoint_dir is not None and not (initial_checkpoint_dir / checkpoint.WEIGHTS).is_file():
-        raise UsageError(
-            f"--initial_checkpoint_dir {initial_checkpoint_dir} holds no {checkpoint.WEIGHTS}; give a checkpoint folder"
-        )
-    if model_name is not None:
-        return Config.from_name(model_name, **(model_config or {}))
-    if model_config:
-        try:
-            return Config(**model_config)
-        except TypeError as error:
-            raise UsageError(f"--model_config: {error}; see --model_name for models that are ready") from error
     if initial_checkpoint_dir is not None:
-        return Config.from_file(initial_checkpoint_dir / checkpoint.MODEL_CONFIG)
-    raise UsageError("--model_name: give the model to train, such as --model_name demo")
+        if not (initial_checkpoint_dir / checkpoint.WEIGHTS).is_file():
+            raise UsageError(
+                f"--initial_checkpoint_dir {initial_checkpoint_dir} holds no {checkpoint.WEIGHTS}; "
+                "give a checkpoint folder"
+            )
+        checkpoint.require_weights(initial_checkpoint_dir / checkpoint.WEIGHTS)
+    changes, base = model_config or {}, {}
+    known = [field.name for field in fields(Config)]
+    for name in changes:
+        if name not in known:
+            raise UsageError(f"unknown option --model_config.{name}; {suggest(name, known, prefix='--model_config.')}")
+    if model_name is not None:
+        if model_name not in MODEL_CONFIGS:
+            raise UsageError(f"--model_name {model_name} is not known; {suggest(model_name, list(MODEL_CONFIGS))}")
+        base = {"name": model_name, **MODEL_CONFIGS[model_name]}
+    elif initial_checkpoint_dir is not None:
+        base = asdict(Config.from_file(initial_checkpoint_dir / checkpoint.MODEL_CONFIG))
+    elif not changes:
+        raise UsageError("--model_name: give the model to train, such as --model_name demo")
+    try:
+        return Config._from_dict({**base, **changes}, where="model")
+    except UsageError as error:
+        raise UsageError(f"--model_config.{str(error).removeprefix('model: ')}") from error
 
 
 def resolve_max_seq_length(train: TrainArgs, config: Config) -> int:
@@ -234,25 +264,6 @@ def resolve_plan(
         ) from error
 
 
-def require_resumable(
-    fabric: Fabric, source: Path, config: Config, train: TrainArgs, hyperparameters: dict[str, Any]
-) -> None:
-    """Refuse a checkpoint of another model or with nothing left to do; print the arguments that have changed.
-
-    Raises:
-        UsageError: in these cases.
-    """
-    checkpoint.require_same_model(source, config)
-    progress = checkpoint.read_progress(source)
-    if limit_reached(train, step=progress["step"], num_tokens=progress["num_tokens"], epoch=progress["epoch"]):
-        raise UsageError(
-            f"{source} is at step {progress['step']}, epoch {progress['epoch']}, {progress['num_tokens']} tokens and "
-            "this run asks for no more; raise --train.max_steps, --train.max_tokens or --train.epochs"
-        )
-    for line in differences(source, hyperparameters):
-        fabric.print(f"resume: {line}; the run will differ from one that was not interrupted")
-
-
 def check_tokenizer(tokenizer: Tokenizer | None, config: Config, eval: EvalArgs) -> list[int]:
     """Token ids of the prompt for the end of the run, none without a prompt.
 
@@ -268,7 +279,7 @@ def check_tokenizer(tokenizer: Tokenizer | None, config: Config, eval: EvalArgs)
         return []
     if tokenizer is None:
         raise UsageError("--eval.prompt needs a tokenizer; give --tokenizer_dir, or --eval.prompt null")
-    return encode_prompt(tokenizer, eval.prompt)
+    return encode_prompt(tokenizer, eval.prompt, flag="--eval.prompt")
 
 
 def sample_text(

@@ -60,7 +60,7 @@ def loss(
     if not 0 <= filter_tolerance < 1:
         raise UsageError(f"--filter_tolerance {filter_tolerance}: must be at least 0 and below 1")
     names = _check_contenders(contenders)
-    budget = parse_bytes(memory_budget_bytes)
+    budget = parse_bytes(memory_budget_bytes, "--memory_budget_bytes")
     for name, value in (("rounds", rounds), ("repeats", repeats)):
         if value < 1:
             raise UsageError(f"--{name} {value}: give at least 1")

@@ -51,7 +51,9 @@ def accuracy(
     results = {
         "shape": [*hidden.shape, len(weight)],
         "blocks": errors_by_blocks((hidden, weight, target)),
-        "filter": filter_frontier((hidden, weight, target), rounds, parse_bytes(memory_budget_bytes)),
+        "filter": filter_frontier(
+            (hidden, weight, target), rounds, parse_bytes(memory_budget_bytes, "--memory_budget_bytes")
+        ),
     }
     _print(results)
     if json is not None:

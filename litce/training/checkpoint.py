@@ -12,17 +12,18 @@ A folder appears under its name only when all of it is on disk. Reading never un
 
 import json
 import os
+import pickle
 import random
 import shutil
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import yaml
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -39,6 +40,7 @@ MODEL_CONFIG = "model_config.yaml"
 HYPERPARAMETERS = "hyperparameters.yaml"
 PROGRESS = "state/progress.json"
 OPTIMIZER = "state/optimizer.pt"
+RESUMABLE = (WEIGHTS, MODEL_CONFIG, OPTIMIZER, PROGRESS)
 
 # Names of folders that are being written, or replaced; a leading dot keeps them out of `find_latest`.
 PARTIAL = ".partial"
@@ -114,76 +116,123 @@ def save_checkpoint(
         raise UsageError(f"--out_dir {directory.parent}: {directory.name} cannot be written ({failure}); make room")
 
 
-def recover(out_dir: Path) -> None:
-    """Put back what a killed run was replacing, and remove what it was writing."""
-    for folder in out_dir.glob(f".*{REPLACED}"):
-        original = folder.with_name(folder.name[1 : -len(REPLACED)])
-        if original.exists():
-            shutil.rmtree(folder)
-        else:
-            folder.rename(original)
-    for folder in out_dir.glob(f".*{PARTIAL}"):
-        shutil.rmtree(folder)
+def is_complete(directory: Path) -> bool:
+    """Whether a folder is named as a checkpoint and holds the files to resume from, whatever is in them."""
+    return not directory.name.startswith(".") and all((directory / name).is_file() for name in RESUMABLE)
 
 
 def find_latest(out_dir: Path) -> Path | None:
     """The complete checkpoint in `out_dir` with the most steps; of two with as many, `final`. None without any."""
     found = []
-    for folder in _entries(out_dir):
-        if not folder.name.startswith(".") and all((folder / name).is_file() for name in (WEIGHTS, OPTIMIZER)):
-            try:
-                found.append((read_progress(folder)["step"], folder.name == "final", folder.name, folder))
-            except UsageError:  # incomplete: written by something else, or copied halfway
-                continue
+    for folder in out_dir.iterdir() if out_dir.is_dir() else ():
+        if is_complete(folder) and (step := steps(folder)) is not None:
+            found.append((step, folder.name == "final", folder.name, folder))
     return max(found)[-1] if found else None
+
+
+def steps(directory: Path) -> int | None:
+    """Optimizer steps that a checkpoint is the result of; None if that cannot be read."""
+    try:
+        return read_progress(directory)["step"]
+    except UsageError:
+        return None
 
 
 def read_progress(directory: Path) -> dict[str, int]:
     """The counters of a checkpoint: step, num_tokens, epoch, num_samples (of that epoch, over all ranks).
 
     Raises:
-        UsageError: if they cannot be read.
+        UsageError: if they cannot be read, or are no counts.
+    """
+    path = directory / PROGRESS
+    try:
+        progress = json.loads(path.read_text(encoding="utf-8"))
+        counters = {name: progress[name] for name in ("step", "num_tokens", "epoch", "num_samples")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} is damaged ({error!r}); resume from another checkpoint") from error
+    for name, value in counters.items():
+        if type(value) is not int or value < 0:
+            raise UsageError(f"{path} is damaged ({name} is {value!r}); resume from another checkpoint")
+    return counters
+
+
+def damage(directory: Path) -> str | None:
+    """What keeps a run from resuming a checkpoint, as far as a look that reads no tensor shows; None for nothing."""
+    for name in RESUMABLE:
+        if not (directory / name).is_file():
+            return f"{directory / name} is missing"
+    try:
+        read_progress(directory)
+        Config.from_file(directory / MODEL_CONFIG)
+        require_weights(directory / WEIGHTS)
+        _read_training(directory / OPTIMIZER, mmap=True)
+    except UsageError as error:
+        return str(error).split("; ")[0]
+    return None
+
+
+def require_weights(path: Path) -> None:
+    """Refuse a safetensors file whose header or length is wrong; no tensor is read.
+
+    Raises:
+        UsageError: in these cases.
     """
     try:
-        progress = json.loads((directory / PROGRESS).read_text(encoding="utf-8"))
-        return {name: int(progress[name]) for name in ("step", "num_tokens", "epoch", "num_samples")}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(
-            f"{directory / PROGRESS} cannot be read ({error!r}); resume from another checkpoint"
-        ) from error
+        with safe_open(path, framework="pt"):
+            pass
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"{path} is damaged ({_short(error)}); use another checkpoint") from error
+
+
+def _read_training(path: Path, mmap: bool = False) -> dict[str, Any]:
+    """What `save_checkpoint` stored for resuming. With `mmap` no tensor is read.
+
+    Raises:
+        UsageError: if it is something else.
+    """
+    try:
+        training = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except pickle.UnpicklingError as error:
+        raise UsageError(f"{path} is damaged (holds more than tensors and numbers); use another checkpoint") from error
+    except Exception as error:  # torch.load raises many kinds for a damaged file
+        raise UsageError(f"{path} is damaged ({_short(error)}); use another checkpoint") from error
+    if not isinstance(training, dict) or not training.keys() >= {"optimizer", "precision", "rng"}:
+        raise UsageError(f"{path} is damaged (holds no state of a run); use another checkpoint")
+    return training
 
 
 def load_state(fabric: "Fabric", directory: Path, state: TrainState, optimizer_settings: Iterable[str] = ()) -> None:
     """Continue `state` from a checkpoint: weights, optimizer, counters, position and random number generators.
 
-    The optimizer keeps its own values of `optimizer_settings`, so that a changed setting acts.
+    The optimizer keeps its own values of `optimizer_settings`, so that a changed setting acts. On another number of
+    ranks the order of the data goes on as it was, and only the random number generators start anew.
 
     Raises:
-        UsageError: if the folder does not fit the model or the number of ranks.
+        UsageError: if the folder does not fit the model or the optimizer.
     """
     progress = read_progress(directory)
-    if progress["num_samples"] % fabric.world_size:
-        raise UsageError(
-            f"--resume {directory}: {progress['num_samples']} samples of the epoch are consumed, which "
-            f"{fabric.world_size} devices cannot share; use the number of devices of the run before"
-        )
     load_weights(unwrap(state.model), directory / WEIGHTS)
+    training = _read_training(directory / OPTIMIZER)
     try:
-        training = torch.load(directory / OPTIMIZER, map_location="cpu", weights_only=True)
         fresh = [{name: group[name] for name in optimizer_settings} for group in state.optimizer.param_groups]
         state.optimizer.load_state_dict(training["optimizer"])
-    except Exception as error:  # torch.load raises many kinds for a damaged file
+        for group, settings in zip(state.optimizer.param_groups, fresh, strict=True):
+            group.update(settings)
+        fabric.strategy.precision.load_state_dict(training["precision"])
+        if len(training["rng"]) == fabric.world_size:
+            _set_rng_state(training["rng"][fabric.global_rank], fabric.device)
+        else:
+            fabric.print(
+                f"resume: {fabric.world_size} devices in place of {len(training['rng'])}: the data goes on in the same "
+                "order, and random numbers such as dropout's start anew"
+            )
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise UsageError(
-            f"--resume {directory}: {OPTIMIZER} does not fit this run's optimizer ({error}); start with "
+            f"--resume {directory}: {OPTIMIZER} does not fit this run's optimizer ({_short(error)}); start with "
             f"--initial_checkpoint_dir {directory} to keep the weights alone"
         ) from error
-    for group, settings in zip(state.optimizer.param_groups, fresh, strict=True):
-        group.update(settings)
-    fabric.strategy.precision.load_state_dict(training["precision"])
     state.step, state.num_tokens, state.epoch = progress["step"], progress["num_tokens"], progress["epoch"]
     state.num_samples = progress["num_samples"] // fabric.world_size
-    if len(training["rng"]) == fabric.world_size:
-        _set_rng_state(training["rng"][fabric.global_rank], fabric.device)
 
 
 def load_model(directory: Path | str) -> GPT:
@@ -193,16 +242,26 @@ def load_model(directory: Path | str) -> GPT:
         UsageError: if the folder is no checkpoint, or weights and configuration do not fit.
     """
     directory = Path(directory)
-    for name in (MODEL_CONFIG, WEIGHTS):
-        if not (directory / name).is_file():
-            latest = find_latest(directory)
-            hint = f"did you mean {latest}?" if latest else "give a folder that training wrote"
-            raise UsageError(f"{directory} holds no {name}; {hint}")
+    require_model(directory)
     config = Config.from_file(directory / MODEL_CONFIG)
     with torch.device("meta"):
         model = GPT(config)
     load_weights(model, directory / WEIGHTS, assign=True)
     return model.eval()
+
+
+def require_model(directory: Path) -> None:
+    """Refuse a folder without the files of a model; that of a run is told from its checkpoints.
+
+    Raises:
+        UsageError: naming the missing file, and the run's newest checkpoint.
+    """
+    for name in (MODEL_CONFIG, WEIGHTS):
+        if not (directory / name).is_file():
+            latest = find_latest(directory)
+            hint = f"did you mean {latest}?" if latest else "give a folder that training wrote, such as RUN/final"
+            problem = f"holds no {name}" if directory.is_dir() else "is not a folder"
+            raise UsageError(f"{directory} {problem}; {hint}")
 
 
 def load_weights(model: nn.Module, path: Path, assign: bool = False) -> None:
@@ -214,62 +273,18 @@ def load_weights(model: nn.Module, path: Path, assign: bool = False) -> None:
     try:
         tensors = _strip_compiled(load_file(path))
     except (OSError, SafetensorError) as error:
-        raise UsageError(f"{path} cannot be read as weights ({error}); use another checkpoint") from error
+        raise UsageError(f"{path} is damaged ({_short(error)}); use another checkpoint") from error
     try:
         # Not strict, so that the complete lists of keys come back; they are checked below.
-        missing, unexpected = unwrap(model).load_state_dict(tensors, strict=False, assign=assign)
+        plain = unwrap(model)
+        compiled = {name.replace(COMPILED_PREFIX, ""): name for name in plain.state_dict()}
+        tensors = {compiled.get(name, name): tensor for name, tensor in tensors.items()}
+        missing, unexpected = plain.load_state_dict(tensors, strict=False, assign=assign)
     except RuntimeError as error:
         raise UsageError(f"{path} does not fit the model: {' '.join(str(error).split())}") from error
     problems = [f"{kind} {_listed(keys)}" for kind, keys in (("missing", missing), ("unexpected", unexpected)) if keys]
     if problems:
         raise UsageError(f"{path} does not fit the model: {'; '.join(problems)}; check --model_name and --model_config")
-
-
-def resolve_resume(resume: bool | str | Path, out_dir: Path) -> Path | None:
-    """The checkpoint to continue from: none for False, the newest in `out_dir` for True and "auto", or that of a path.
-
-    A folder of a run stands for its newest checkpoint. A run that does not continue what is in `out_dir` has to find
-    it empty, so that no folder mixes two runs; logs alone do not count.
-
-    Raises:
-        UsageError: if there is no such checkpoint (except with "auto"), or `out_dir` holds another run.
-    """
-    source = Path(resume) if isinstance(resume, (str, Path)) and resume != "auto" else out_dir
-    checkpoint = None
-    if resume is not False:
-        recover(source)
-        checkpoint = source if (source / PROGRESS).is_file() else find_latest(source)
-        if checkpoint is None and resume != "auto":
-            raise UsageError(
-                f"--resume {str(resume).lower() if resume is True else resume}: no checkpoint in {source}; "
-                "start a new run without --resume, or with --resume auto"
-            )
-    continues = checkpoint is not None and checkpoint.resolve().parent == out_dir.resolve()
-    if not continues and any(not path.name.startswith(".") and path.name != "logs" for path in _entries(out_dir)):
-        raise UsageError(
-            f"--out_dir {out_dir} is not empty; continue its run with --resume auto, or give another --out_dir"
-        )
-    return checkpoint
-
-
-def require_same_model(directory: Path, config: Config) -> None:
-    """Refuse to resume a checkpoint of another model.
-
-    Raises:
-        UsageError: naming every field that differs.
-    """
-    saved, current = asdict(Config.from_file(directory / MODEL_CONFIG)), asdict(config)
-    differences = [
-        f"{key} is {saved[key]} there and {current[key]} here"
-        for key in current
-        if key not in ("name", "family") and saved[key] != current[key]
-    ]
-    if differences:
-        raise UsageError(f"--resume {directory} holds another model: {', '.join(differences)}; give another --out_dir")
-
-
-def _entries(directory: Path) -> list[Path]:
-    return list(directory.iterdir()) if directory.is_dir() else []
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -351,3 +366,9 @@ def _gather(fabric: "Fabric", value: Any) -> list[Any]:
 def _listed(keys: list[str], most: int = 8) -> str:
     more = f" and {len(keys) - most} more" if len(keys) > most else ""
     return ", ".join(keys[:most]) + more
+
+
+def _short(error: Exception, most: int = 100) -> str:
+    """The first sentence of an error: the rest of torch's is advice on what to unpickle."""
+    text = " ".join(str(error).split()).split(". ")[0] or type(error).__name__
+    return text if len(text) <= most else f"{text[:most]}..."

@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from litce.args import UsageError, as_written
 from litce.data.base import DataModule
 
 # Where a run writes and how it is watched has no part in what it computes. Prefixes of flags, without the dashes.
@@ -28,16 +29,31 @@ def as_hyperparameters(arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: _plain(value) for name, value in arguments.items()}
 
 
-def differences(directory: Path, hyperparameters: dict[str, Any]) -> list[str]:
-    """One line for each argument with an effect that is not what it was in the run that wrote `directory`."""
+def read_hyperparameters(directory: Path) -> dict[str, Any]:
+    """The arguments of the run that wrote a checkpoint.
+
+    Raises:
+        UsageError: if they cannot be read.
+    """
     path = directory / "hyperparameters.yaml"
     try:
-        before = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        return [f"{path} cannot be read ({' '.join(str(error).split())}), so changed arguments are not reported"]
-    old, new = _flags(before), _flags(hyperparameters)
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError(f"{path} cannot be read ({' '.join(str(error).split())})") from error
+    if not isinstance(values, dict):
+        raise UsageError(f"{path} holds no arguments")
+    return values
+
+
+def differences(directory: Path, hyperparameters: dict[str, Any]) -> list[str]:
+    """One line for each argument with an effect that is not what it was in the run that wrote `directory`."""
+    try:
+        before = read_hyperparameters(directory)
+    except UsageError as error:
+        return [f"{error}, so changed arguments are not reported"]
+    old, new = (_flags(_with_class_path(values)) for values in (before, hyperparameters))
     return [
-        f"--{name} was {old.get(name)}, is {new.get(name)}"
+        f"--{name} was {as_written(old.get(name))}, is {as_written(new.get(name))}"
         for name in sorted(old.keys() | new.keys())
         if old.get(name) != new.get(name) and not name.startswith(WITHOUT_EFFECT)
     ]
@@ -55,6 +71,13 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return str(value) if isinstance(value, Path) else value
+
+
+def _with_class_path(values: dict[str, Any]) -> dict[str, Any]:
+    """`values` with the optimizer in one of the forms that it can be given in."""
+    optimizer = values.get("optimizer")
+    named = {"class_path": optimizer} if isinstance(optimizer, str) else {"class_path": "AdamW", **(optimizer or {})}
+    return {**values, "optimizer": named}
 
 
 def _flags(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from litce.args import UsageError
+from litce.args import UsageError, as_written
+from litce.cli_messages import suggest
 
 # GPT-3's values (Brown et al. 2020, appendix B); torch's own defaults hardly decay and forget slowly.
 ADAMW_DEFAULTS = {"lr": 6e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -36,6 +37,24 @@ class OptimizerSpec:
             raise UsageError(f"--optimizer {self.cls.__name__}: give its learning rate as --optimizer.lr")
         return float(lr)
 
+    def require_usable(self, device: torch.device) -> None:
+        """Take a step on a tiny model: some classes need a closure, sparse gradients, or matrices alone.
+
+        Raises:
+            UsageError: if it cannot be taken.
+        """
+        # Made without random numbers, whose order is the run's.
+        model = nn.ParameterList([torch.ones(2, 2, device=device), torch.ones(2, device=device)])
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        try:
+            self.build(model).step()
+        except Exception as error:  # each class has its own
+            raise UsageError(
+                f"--optimizer {self.cls.__name__} cannot train a model with matrices and vectors "
+                f"({' '.join(str(error).split())}); use another such as AdamW"
+            ) from error
+
     def build(self, model: nn.Module) -> Optimizer:
         """The optimizer of the model's trainable parameters; 1-D ones (norms, biases) get no weight decay."""
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -58,25 +77,54 @@ def resolve_optimizer(spec: str | dict[str, Any]) -> OptimizerSpec:
         UsageError: if the class cannot be found or refuses the arguments.
     """
     given: dict[str, Any] = {"class_path": spec} if isinstance(spec, str) else dict(spec)
-    class_path = given.pop("class_path", "AdamW")
-    init_args = {**(given.pop("init_args", None) or {}), **given}
+    class_path, nested = given.pop("class_path", "AdamW"), given.pop("init_args", None) or {}
+    if not isinstance(class_path, str):
+        raise UsageError(f"--optimizer.class_path {as_written(class_path)}: give a class of torch.optim such as AdamW")
+    if not isinstance(nested, dict):
+        raise UsageError(f"--optimizer.init_args {as_written(nested)}: give arguments such as --optimizer.lr 0.001")
+    init_args = {**nested, **given}
     cls = _find_class(class_path)
     if cls is torch.optim.AdamW:
         init_args = {**ADAMW_DEFAULTS, **init_args}
-    if isinstance(init_args.get("betas"), list):
-        init_args["betas"] = tuple(init_args["betas"])
+    init_args = {name: tuple(value) if isinstance(value, list) else value for name, value in init_args.items()}
+    for name, value in init_args.items():
+        _check_argument(cls, name, value)
     try:
         cls([nn.Parameter(torch.zeros(1, 1))], **init_args)
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"--optimizer {class_path} does not take {init_args}: {error}") from error
+    except Exception as error:  # each class has its own
+        written = ", ".join(f"{name}={as_written(value)}" for name, value in init_args.items())
+        raise UsageError(f"--optimizer {cls.__name__} does not take {written}: {error}") from error
     return OptimizerSpec(cls, init_args)
+
+
+def _check_argument(cls: type[Optimizer], name: str, value: Any) -> None:
+    """Refuse what the class would take and stumble over later, or refuse in its own words without the name."""
+    parameters = inspect.signature(cls).parameters
+    flag = f"--optimizer.{name} {as_written(value)}"
+    if name not in parameters:
+        if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+            return
+        known = [f"--optimizer.{known}" for known in parameters if known != "params"]
+        raise UsageError(
+            f"unknown option --optimizer.{name} of {cls.__name__}; {suggest(f'--optimizer.{name}', known)}"
+        )
+    default = parameters[name].default
+    if name == "lr" or type(default) in (int, float):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise UsageError(f"{flag}: expected a finite number such as 0.001")
+    elif isinstance(default, tuple) and not (
+        isinstance(value, tuple) and all(type(item) in (int, float, *map(type, default)) for item in value)
+    ):
+        raise UsageError(f"{flag}: expected numbers such as {as_written(default)}")
+    elif isinstance(default, bool) and not isinstance(value, bool):
+        raise UsageError(f"{flag}: expected true or false")
 
 
 def _find_class(class_path: str) -> type[Optimizer]:
     module_name, _, name = class_path.rpartition(".")
     try:
         found = getattr(importlib.import_module(module_name or "torch.optim"), name)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # importing a package can fail in any way
         raise UsageError(
             f"--optimizer {class_path}: {error}; give a class of torch.optim such as AdamW, or an installed import path"
         ) from error

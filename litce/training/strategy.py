@@ -2,18 +2,14 @@
 
 import importlib.util
 import os
-from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from litce.args import LogArgs, UsageError
-
-T = TypeVar("T")
 
 LoggerName = Literal["csv", "tensorboard", "wandb"]
 Precision = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed"]
@@ -60,31 +56,6 @@ def build_fabric(
         precision=precision or default_precision(),
         loggers=loggers,
     )
-
-
-def on_rank_zero(fabric: Fabric, function: Callable[[], T]) -> T:
-    """What `function()` returns on rank 0, on every rank; the others do not call it.
-
-    Raises:
-        UsageError: on every rank, if it is raised on rank 0, so that none waits for a rank that is gone.
-    """
-    result: Any = None
-    error: str | None = None
-    if fabric.is_global_zero:
-        try:
-            result = function()
-        except UsageError as usage_error:
-            error = str(usage_error)
-    if fabric.world_size > 1:
-        # The default group would give up on a rank 0 that prepares data for hours.
-        group = torch.distributed.new_group(backend="gloo", timeout=timedelta(days=7))
-        values = [result, error]
-        torch.distributed.broadcast_object_list(values, src=0, group=group)
-        result, error = values
-        torch.distributed.destroy_process_group(group)
-    if error is not None:
-        raise UsageError(error)
-    return result
 
 
 def default_precision() -> Precision:

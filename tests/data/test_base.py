@@ -10,8 +10,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from litce import data as data_modules
+from litce.args import UsageError
 from litce.data import JSON, Docstrings, LitData, PythonStdlib, TextFiles, TokenFile
-from litce.data.base import PADDING_SAMPLE, DataModule, ResumableSampler, Sample, make_dataloader
+from litce.data.base import PADDING_SAMPLE, DataModule, ResumableSampler, Sample, make_dataloader, require_data
 from litce.tokenizer import Tokenizer
 
 NUM_SAMPLES = 20
@@ -44,9 +45,11 @@ class NumberedData(DataModule):
         return Numbered(self.num_samples)
 
 
-def loader_of(data: NumberedData, rank: int = 0, world_size: int = 1, shuffle: bool = True) -> DataLoader[Sample]:
+def loader_of(
+    data: NumberedData, rank: int = 0, world_size: int = 1, shuffle: bool = True, seed: int = 7
+) -> DataLoader[Sample]:
     return make_dataloader(
-        data.train_dataset(), data, batch_size=2, shuffle=shuffle, seed=7, rank=rank, world_size=world_size
+        data.train_dataset(), data, batch_size=2, shuffle=shuffle, seed=seed, rank=rank, world_size=world_size
     )
 
 
@@ -221,3 +224,25 @@ def test_reading_leaves_the_global_generator_alone(num_workers: int) -> None:
     before = torch.get_rng_state()
     list(loader_of(NumberedData(4, num_workers)))
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_the_loader_has_a_seeded_generator_of_its_own() -> None:
+    """Workers seed theirs from it: augmentations are repeated by a run of the same seed, and differ by the seed."""
+    first, again, other = (loader_of(NumberedData(), seed=seed).generator for seed in (1, 1, 2))
+    drawn = [int(torch.randint(2**40, (), generator=generator)) for generator in (first, again, other)]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+@pytest.mark.parametrize("cuda", [True, False])
+def test_batches_are_page_locked_for_a_gpu(monkeypatch: pytest.MonkeyPatch, cuda: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    assert loader_of(NumberedData()).pin_memory == cuda
+
+
+def test_no_data_and_negative_workers_are_refused() -> None:
+    with pytest.raises(UsageError, match="--data: give the data to train on"):
+        require_data(None)
+    with pytest.raises(UsageError, match="--data.num_workers -1: must be 0"):
+        require_data(NumberedData(num_workers=-1))
+    data = NumberedData(num_workers=2)
+    assert require_data(data) is data

@@ -202,3 +202,41 @@ def test_unusable_input_is_refused(tmp_path: Path, big_tokenizer: Tokenizer) -> 
     (folder / "a.txt").write_bytes(b"w1 \xff")
     with pytest.raises(UsageError, match=r"a\.txt is not UTF-8 \(byte 3\); .* --data\.pattern"):
         TextFiles(folder).connect(big_tokenizer, 4)
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    def fail(folder: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(
+        UsageError, match=r"the cache .*key cannot be built .*No space left.*; make room or set LITCE_CACHE"
+    ):
+        cached_folder(tmp_path / "cache" / "key", fail)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+@pytest.mark.parametrize("pattern", ["", " ", "/etc/*", "../*", "a/../../*.txt", ".."])
+def test_a_pattern_stays_below_the_path(tmp_path: Path, pattern: str) -> None:
+    with pytest.raises(UsageError, match=r"--data\.pattern '.*': give a pattern of files below --data\.path"):
+        TextFiles(tmp_path, pattern=pattern)
+
+
+@pytest.mark.parametrize("pattern", ["**", "**/*", "**/**", "*/**"])
+def test_two_stars_find_the_files_of_all_folders_on_every_python(
+    tmp_path: Path, big_tokenizer: Tokenizer, pattern: str
+) -> None:
+    files = {"a.txt": "w1 w2", "x/b.md": "w3 w4", "x/y/c": "w5 w6"}
+    folder = folder_of(tmp_path / "all", files)
+    found = [document.name for document in TextFiles(folder, pattern=pattern)._find("--data.path", folder)]
+    assert found == sorted(name for name in files if pattern != "*/**" or "/" in name)
+
+
+def test_a_pattern_that_python_cannot_search_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a**b before Python 3.13."""
+
+    def refusing(*args: object) -> None:
+        raise ValueError("Invalid pattern")
+
+    monkeypatch.setattr(Path, "glob", refusing)
+    with pytest.raises(UsageError, match=r"--data\.pattern 'a\*\*b' cannot be searched for in .*Invalid pattern"):
+        TextFiles(tmp_path, pattern="a**b")._find("--data.path", tmp_path)

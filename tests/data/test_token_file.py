@@ -105,6 +105,23 @@ def test_bad_id_is_named(tmp_path: Path, big_tokenizer: Tokenizer, monkeypatch: 
         data.connect(None, max_seq_length=4)
 
 
+@pytest.mark.parametrize("where", [0, 30, 79, 80, 99])
+def test_the_vocabulary_of_the_model_is_checked_without_a_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: int
+) -> None:
+    """In the training part, up to 79, and in the part held out."""
+    monkeypatch.setattr(token_file, "SCAN_TOKENS", 8)
+    ids = [1] * 100
+    ids[where] = 500
+    data = TokenFile(write(tmp_path / "a.bin", ids), val_fraction=0.2)
+    data.connect(None, max_seq_length=4)
+    data.check_vocabulary(501)
+    with pytest.raises(
+        UsageError, match=rf"a\.bin holds id 500 at position {where}, .*model's 500; .*vocab_size to 501"
+    ):
+        data.check_vocabulary(500)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

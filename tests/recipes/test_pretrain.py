@@ -1,4 +1,5 @@
 import json
+import math
 import os
 import signal
 import subprocess
@@ -6,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +15,7 @@ import yaml
 
 from litce.args import EvalArgs, UsageError
 from litce.config import Config
+from litce.data import TokenFile
 from litce.model import GPT
 from litce.recipes import pretrain as recipe
 from litce.training.checkpoint import find_latest, load_model
@@ -58,6 +61,43 @@ def test_one_step_is_that_of_the_mean_over_all_tokens(tmp_path: Path, micro_batc
     trained = load_model(tmp_path / "final")
     for (name, before), after in zip(model.named_parameters(), trained.parameters(), strict=True):
         torch.testing.assert_close(after.detach(), before.detach() - 0.5 * before.grad, rtol=1e-5, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.05, 1e9])
+def test_steps_are_those_of_a_plain_torch_loop(tmp_path: Path, max_norm: float | None) -> None:
+    """Every step with the rate that the schedule gives it, from clipped gradients of the whole batch."""
+    args = train_args(global_batch_size=8, micro_batch_size=2, max_steps=5, lr_warmup_steps=2, max_norm=max_norm)
+    optimizer = {"class_path": "SGD", "lr": 0.5, "momentum": 0.9, "weight_decay": 0.1}
+    pretrain(tmp_path, Numbers(8), train=args, optimizer=optimizer)
+
+    torch.manual_seed(42)
+    model = GPT(Config(**MODEL))
+    torch.manual_seed(42)
+    model.init_weights()
+    vectors, matrices = ([p for p in model.parameters() if (p.ndim >= 2) == matrix] for matrix in (False, True))
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    sgd = torch.optim.SGD(groups, lr=0.5, momentum=0.9, weight_decay=0.1)
+    samples = [Numbers(8).train_dataset()[i] for i in range(8)]
+    inputs, targets = (torch.stack([sample[name] for sample in samples]) for name in ("input_ids", "targets"))
+    # Two steps of warm-up, then a cosine over the other three.
+    rates = [0.25, 0.5, *[6e-5 + (0.5 - 6e-5) * 0.5 * (1 + math.cos(math.pi * i / 3)) for i in range(3)]]
+    losses, norms = {}, []
+    for step, rate in enumerate(rates, start=1):
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        sgd.zero_grad()
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm or math.inf))
+        for group in sgd.param_groups:
+            group["lr"] = rate
+        sgd.step()
+        losses[step] = loss.item()
+    assert min(norms) > 0.05, "the smallest limit clips nothing"
+    assert logged(tmp_path) == pytest.approx(losses, rel=1e-5)
+    assert logged(tmp_path, "learning_rate") == pytest.approx(dict(enumerate(rates, start=1)))
+    for (name, expected), actual in zip(
+        model.named_parameters(), load_model(tmp_path / "final").parameters(), strict=True
+    ):
+        torch.testing.assert_close(actual.detach(), expected.detach(), rtol=1e-4, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -245,6 +285,19 @@ def test_a_diverging_run_stops_and_keeps_its_checkpoints_finite(tmp_path: Path, 
         assert all(tensor.isfinite().all() for tensor in weights(tmp_path / name).values())
 
 
+def test_a_loss_that_is_not_finite_ends_the_run_at_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a checkpoint at that step, for which the weights would be looked at."""
+    forward = GPT.forward
+
+    def overflowing(self: GPT, *args: Any) -> torch.Tensor:
+        return forward(self, *args) * math.inf
+
+    monkeypatch.setattr(GPT, "forward", overflowing)
+    with pytest.raises(UsageError, match=r"the loss is \w+ at step 1 with learning rate .*--optimizer.lr"):
+        pretrain(tmp_path, train=train_args(max_steps=50, save_interval=None))
+    assert checkpoints(tmp_path) == set()
+
+
 def test_a_run_is_repeated_by_its_own_hyperparameters(tmp_path: Path) -> None:
     from litce.cli import build_parser, parse
 
@@ -325,8 +378,25 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"data": None}, "--data: give"),
         ({"model_config": None}, "--model_name: give"),
-        ({"model_config": {"n_leyer": 2}}, "--model_config: .*n_leyer"),
-        ({"model_name": "gpt3", "model_config": None}, "gpt3.*gpt2"),
+        (
+            {"model_config": {"n_leyer": 2}},
+            "unknown option --model_config.n_leyer; did you mean --model_config.n_layer",
+        ),
+        ({"model_config": {"foo": 2}}, "unknown option --model_config.foo; choose name, block_size"),
+        ({"model_name": "demo", "model_config": {"foo": 2}}, "unknown option --model_config.foo"),
+        ({"model_config": {**MODEL, "n_embd": 15}}, "--model_config.n_embd: must be a multiple of n_head=2, got 15"),
+        (
+            {"model_name": "demo", "model_config": {"n_embd": 15}},
+            "--model_config.n_embd: must be a multiple of n_head=4",
+        ),
+        ({"model_config": {**MODEL, "rope_scaling": {"facto": 1}}}, "--model_config.rope_scaling: .*factor"),
+        ({"model_name": "gpt3", "model_config": None}, "--model_name gpt3 is not known; did you mean gpt2"),
+        ({"model_name": "gpt-2", "model_config": None}, "--model_name gpt-2 is not known; did you mean gpt2"),
+        ({"model_name": "zzz", "model_config": None}, "--model_name zzz is not known; choose demo, gpt2"),
+        *[({"seed": seed}, f"--seed {seed}: must be from 0 to 4294967295") for seed in (-1, 2**32, 10**30)],
+        ({"data": Numbers(num_workers=-1)}, "--data.num_workers -1: must be 0"),
+        *[({"optimizer": name}, f"--optimizer {name} cannot train") for name in ("LBFGS", "SparseAdam")],
+        ({"optimizer": {"lr": "abc"}}, "--optimizer.lr abc: expected a finite number"),
         ({"train": train_args(global_batch_size=3, micro_batch_size=1), "devices": 2}, "3 is not .* 1 x 2 devices = 2"),
         ({"train": train_args(max_steps=None)}, "--train.max_steps, --train.max_tokens, --train.epochs or"),
         (
@@ -369,6 +439,66 @@ def test_refused_before_the_model_is_built(
     assert "\n" not in str(caught.value)
 
 
+class Unprepared(Numbers):
+    """Preparing it would take an hour."""
+
+    def prepare(self) -> None:
+        pytest.fail("the data was prepared")
+
+
+@pytest.mark.parametrize("out_dir", ["file", "file/below", "/proc/x"])
+def test_a_folder_that_cannot_be_written_is_refused_first(tmp_path: Path, no_model: None, out_dir: str) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UsageError, match="--out_dir .* cannot be written"):
+        pretrain(tmp_path / out_dir, Unprepared())
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_ids_that_the_model_does_not_have_are_refused(tmp_path: Path, no_model: None) -> None:
+    ids = np.zeros(100, dtype=np.uint16)
+    ids[7] = 64
+    ids.tofile(tmp_path / "ids.bin")
+    with pytest.raises(UsageError, match="ids.bin holds id 64 at position 7, .* model's 64; .*vocab_size to 65"):
+        pretrain(tmp_path / "run", TokenFile(tmp_path / "ids.bin"))
+
+
+def test_a_prompt_without_tokens_is_refused(tmp_path: Path, no_model: None) -> None:
+    folder = save_tokenizer(tmp_path / "tokenizer")
+    with pytest.raises(UsageError, match="--eval.prompt: got ''"):
+        pretrain(tmp_path / "run", Numbers(tokenizer_folder=folder), eval=EvalArgs(prompt=""))
+
+
+def test_a_damaged_initial_checkpoint_is_refused(tmp_path: Path, no_model: None) -> None:
+    (tmp_path / "lit_model.safetensors").write_bytes(b"garbage")
+    with pytest.raises(UsageError, match="lit_model.safetensors is damaged"):
+        pretrain(tmp_path / "run", initial_checkpoint_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "folder"),
+    [
+        ({"model_name": "demo"}, "demo"),
+        ({"model_name": "Qwen2.5-0.5B"}, "Qwen2.5-0.5B"),
+        ({"model_config": {**MODEL, "name": "../a b/c"}}, "a-b-c"),
+        ({"model_config": {**MODEL, "name": ""}}, "model"),
+    ],
+)
+def test_the_folder_is_named_after_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], folder: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    seen = []
+
+    def prepared(out_dir: Path) -> None:
+        seen.append(str(out_dir))
+        raise UsageError("that will do")
+
+    monkeypatch.setattr(recipe, "prepare_out_dir", prepared)
+    with pytest.raises(UsageError, match="that will do"):
+        pretrain(None, **{"model_config": None, **config})  # type: ignore[arg-type]
+    assert seen == [f"out/pretrain/{folder}"]
+
+
 def test_a_vocabulary_larger_than_the_model_is_refused(tmp_path: Path, no_model: None) -> None:
     folder = save_tokenizer(tmp_path / "tokenizer", num_words=63)
     with pytest.raises(UsageError, match="65 ids, more than the model's vocab_size 64.*_config.vocab_size to 65"):
@@ -377,11 +507,24 @@ def test_a_vocabulary_larger_than_the_model_is_refused(tmp_path: Path, no_model:
 
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     pretrain(tmp_path)
-    with pytest.raises(UsageError, match="--out_dir .* is not empty; .*--resume auto.*another --out_dir"):
+    with pytest.raises(
+        UsageError, match="is not empty: it holds a run up to step 2 .*--resume auto.*another --out_dir"
+    ):
         pretrain(tmp_path)
-    for resume in (True, "auto", tmp_path, tmp_path / "final"):
+
+
+def test_a_finished_run_has_nothing_to_resume(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Said as an error, except with auto: there the same command brings a run to its end and keeps it there."""
+    pretrain(tmp_path)
+    for resume in (True, tmp_path, tmp_path / "final"):
         with pytest.raises(UsageError, match="final is at step 2.*raise --train.max_steps"):
             pretrain(tmp_path, resume=resume)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    capsys.readouterr()
+    summary = pretrain(tmp_path, resume="auto")
+    assert (summary.steps, summary.checkpoint_dir) == (0, tmp_path / "final")
+    assert "finished: " in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
 def test_resume_auto_starts_where_there_is_nothing(tmp_path: Path) -> None:
@@ -398,6 +541,23 @@ def test_changed_arguments_are_named_and_act(tmp_path: Path, capsys: pytest.Capt
     assert "out_dir" not in printed.split("trained")[0].replace(str(tmp_path), "")
     groups = optimizer_state(tmp_path / "final")["param_groups"]
     assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optimizer": "SGD"}, "--optimizer SGD: .*final holds the state of AdamW"),
+        ({"data": Numbers(3)}, "--resume .*: 8 samples of the epoch are consumed, .* has 3"),
+    ],
+)
+def test_what_does_not_fit_the_checkpoint_is_refused_before_the_model_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_model: None, changes: dict[str, Any], message: str
+) -> None:
+    with monkeypatch.context() as context:
+        context.setattr(recipe, "GPT", GPT)
+        pretrain(tmp_path)
+    with pytest.raises(UsageError, match=message):
+        pretrain(tmp_path, resume=True, train=train_args(max_steps=3), **changes)
 
 
 def test_another_model_is_not_resumed(tmp_path: Path, no_model: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,9 +37,15 @@ def test_differences(tmp_path: Path) -> None:
     assert differences(tmp_path, before) == []
     assert differences(tmp_path, now) == [
         "--data.size was 1, is 2",
-        "--optimizer was AdamW, is None",
-        "--optimizer.lr was None, is 1.0",
+        "--optimizer.lr was null, is 1.0",
         "--seed was 1, is 2",
         "--train.min_lr was 0.0, is 0.1",
     ]
+    assert differences(tmp_path, {**before, "optimizer": {"class_path": "SGD"}}) == [
+        "--optimizer.class_path was AdamW, is SGD"
+    ]
+    for content in (b"", b"- 1", b"caf\xe9", b"a: ["):
+        (tmp_path / "hyperparameters.yaml").write_bytes(content)
+        (line,) = differences(tmp_path, now)
+        assert "so changed arguments are not reported" in line
     assert "cannot be read" in differences(tmp_path / "nowhere", now)[0]

@@ -109,5 +109,7 @@ def test_something_has_to_end_the_run() -> None:
 def test_limit_reached() -> None:
     assert limit_reached(args(max_steps=3), step=3, num_tokens=0, epoch=0)
     assert limit_reached(args(max_tokens=3), step=1, num_tokens=4, epoch=0)
+    assert limit_reached(args(max_tokens=3), step=1, num_tokens=3, epoch=0)
+    assert not limit_reached(args(max_tokens=3), step=1, num_tokens=2, epoch=0)
     assert limit_reached(args(epochs=1), step=1, num_tokens=4, epoch=1)
     assert not limit_reached(args(max_steps=3, max_tokens=5, epochs=1), step=2, num_tokens=4, epoch=0)

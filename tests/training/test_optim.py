@@ -55,12 +55,62 @@ def test_a_model_of_matrices_alone_has_no_empty_group() -> None:
         ("torch.nn.Linear", "torch.nn.Linear is not an optimizer"),
         ("Optimizer", "Optimizer is not an optimizer"),
         ({"lr": -1.0}, "does not take .*Invalid learning rate"),
-        ({"class_path": "SGD", "lrr": 1.0}, "SGD does not take .*lrr"),
+        ({"class_path": "SGD", "lrr": 1.0}, "unknown option --optimizer.lrr of SGD; did you mean --optimizer.lr"),
+        *[
+            ({"lr": value}, f"--optimizer.lr {written}: expected a finite number such as 0.001")
+            for value, written in [
+                ("abc", "abc"),
+                ("nan", "nan"),
+                (float("nan"), "nan"),
+                (float("inf"), "inf"),
+                (None, "null"),
+                (True, "true"),
+                ([1, 2], r"\[1, 2\]"),
+            ]
+        ],
+        ({"weight_decay": "x"}, "--optimizer.weight_decay x: expected a finite number"),
+        ({"class_path": "SGD", "momentum": None}, "--optimizer.momentum null: expected a finite number"),
+        ({"betas": 3}, r"--optimizer.betas 3: expected numbers such as \[0.9, 0.999\]"),
+        ({"betas": [0.9, "x"]}, r'--optimizer.betas \[0.9, "x"\]: expected numbers such as'),
+        ({"betas": [0.9]}, r"AdamW does not take .*betas=\[0.9\]"),
+        ({"amsgrad": "maybe"}, "--optimizer.amsgrad maybe: expected true or false"),
+        ({"class_path": 3}, "--optimizer.class_path 3: give a class of torch.optim"),
+        ({"class_path": None}, "--optimizer.class_path null: give a class of torch.optim"),
+        ({"class_path": ""}, "--optimizer : .*give a class of torch.optim"),
+        ({"class_path": "..x.Adam"}, "--optimizer ..x.Adam: .*give a class of torch.optim"),
+        ({"init_args": 3}, "--optimizer.init_args 3: give arguments such as --optimizer.lr 0.001"),
     ],
 )
 def test_refused(spec: str | dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(UsageError, match=message) as caught:
         resolve_optimizer(spec)
+    assert "\n" not in str(caught.value)
+
+
+def usable(name: str) -> bool:
+    try:
+        resolve_optimizer({"class_path": name, "lr": 0.01}).require_usable(torch.device("cpu"))
+    except UsageError as error:
+        assert f"--optimizer {name} cannot train a model" in str(error) and "\n" not in str(error)
+        return False
+    return True
+
+
+def test_classes_that_cannot_train_a_model_are_refused() -> None:
+    """One needs a closure, one sparse gradients, one matrices alone; all others of torch.optim can be used."""
+    names = [
+        name
+        for name, cls in vars(torch.optim).items()
+        if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
+    ]
+    assert {name for name in names if not usable(name)} == {"LBFGS", "SparseAdam", *({"Muon"} & set(names))}
+    assert len(names) > 10
+
+
+def test_the_trial_draws_no_random_number() -> None:
+    before = torch.get_rng_state()
+    resolve_optimizer("AdamW").require_usable(torch.device("cpu"))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_schedule() -> None:

@@ -8,7 +8,7 @@ from lightning.fabric.loggers import CSVLogger, TensorBoardLogger
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from litce.args import LogArgs, UsageError
-from litce.training.strategy import build_fabric, build_logger, default_precision, on_rank_zero, weight_dtype
+from litce.training.strategy import build_fabric, build_logger, default_precision, weight_dtype
 
 
 def fabric_of(**changes: Any) -> Any:
@@ -74,14 +74,3 @@ def test_a_missing_package_is_named_with_its_cure(name: Any, monkeypatch: pytest
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=f"--logger_name {name} needs .*: pip install {name}"):
         build_logger(name, tmp_path, LogArgs(), {})
-
-
-def test_on_rank_zero() -> None:
-    fabric = fabric_of()
-    assert on_rank_zero(fabric, lambda: 3) == 3
-
-    def failing() -> None:
-        raise UsageError("wrong")
-
-    with pytest.raises(UsageError, match="wrong"):
-        on_rank_zero(fabric, failing)
