@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from litce import __version__, cli
+from litce import __version__, cli, cli_parser
 from litce.args import TrainArgs, UsageError
 from litce.cli_config import with_config
 from litce.data import PythonStdlib, TextFiles
@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[1]
 
 def parsed(*words: str) -> dict[str, Any]:
     """What `litce pretrain WORDS` calls the recipe with."""
-    parser = cli.build_parser("pretrain", recipe.setup)
-    return cli.parse(parser, with_config(list(words), cli.COMMANDS["pretrain"].default_config))
+    parser = cli_parser.build_parser("pretrain", recipe.setup)
+    return cli_parser.parse(parser, with_config(list(words), cli.COMMANDS["pretrain"].default_config))
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:

@@ -8,7 +8,7 @@ import yaml
 
 from litce import data as data_modules
 from litce.args import TrainArgs
-from litce.cli import build_parser, parse
+from litce.cli_parser import build_parser, parse
 from litce.recipes import pretrain
 from litce.training.loop import total_steps
 from litce.training.optim import ADAMW_DEFAULTS, LearningRate

@@ -112,9 +112,7 @@ class PythonStdlib(TextDataModule):
 
         def build(folder: Path) -> None:
             size = sum(document.num_bytes for document in train)
-            print(
-                f"Training a tokenizer on {len(train)} files of the standard library, {size / 1e6:.1f} MB", flush=True
-            )
+            print(f"Training a tokenizer on {len(train)} files of Python's library, {size / 1e6:.1f} MB", flush=True)
             tokenizer = train_bpe(train, self.vocab_size)
             reached = tokenizer.get_vocab_size()
             if reached < self.vocab_size:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from litce import cli
+from litce import cli, cli_parser
 from litce.args import UsageError
 from litce.data import JSON
 from litce.recipes import pretrain
@@ -232,11 +232,11 @@ def test_missing_files_and_tokenizers_are_refused(tmp_path: Path, big_tokenizer:
 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    parser = cli.build_parser("pretrain", pretrain.setup)
+    parser = cli_parser.build_parser("pretrain", pretrain.setup)
     words = ["--data", "JSON", "--data.json_path=a.json", "--data.prompt_style=chat", "--data.mask_prompt=false"]
-    assert cli.parse(parser, words)["data"] == JSON(Path("a.json"), prompt_style="chat", mask_prompt=False)
+    assert cli_parser.parse(parser, words)["data"] == JSON(Path("a.json"), prompt_style="chat", mask_prompt=False)
     with pytest.raises(UsageError, match=r"--data\.json_path is required"):
-        cli.parse(parser, words[:2])
+        cli_parser.parse(parser, words[:2])
     # From a wrong row to one line and exit code 2, before anything is saved.
     path = write(tmp_path / "a.json", [ROW, {"instruction": "w1"}])
     words = [

@@ -299,7 +299,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_at_its_step(tmp_path: Path, monk
 
 
 def test_a_run_is_repeated_by_its_own_hyperparameters(tmp_path: Path) -> None:
-    from litce.cli import build_parser, parse
+    from litce.cli_parser import build_parser, parse
 
     pretrain(tmp_path / "first", Numbers(12), train=train_args(memory_budget_bytes="1MiB"))
     path = tmp_path / "first/final/hyperparameters.yaml"
