@@ -289,8 +289,8 @@ def test_a_loss_that_is_not_finite_ends_the_run_at_its_step(tmp_path: Path, monk
     """Without a checkpoint at that step, for which the weights would be looked at."""
     forward = GPT.forward
 
-    def overflowing(self: GPT, *args: Any) -> torch.Tensor:
-        return forward(self, *args) * math.inf
+    def overflowing(self: GPT, *args: Any, **options: Any) -> torch.Tensor:
+        return forward(self, *args, **options) * math.inf
 
     monkeypatch.setattr(GPT, "forward", overflowing)
     with pytest.raises(UsageError, match=r"the loss is \w+ at step 1 with learning rate .*--optimizer.lr"):
