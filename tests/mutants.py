@@ -70,14 +70,14 @@ MUTANTS = [
     Mutant(
         "overwrite the weight's gradient with each block",
         "loss/chunked.py",
-        "columns, scaled, accumulate=block.start > 0)",
-        "columns, scaled, accumulate=False)",
+        "columns, x, accumulate=first_row > 0)",
+        "columns, x, accumulate=False)",
     ),
     Mutant(
-        "leave the first block out of the weight's gradient",
+        "start the weight's gradient anew at a later block",
         "loss/chunked.py",
-        "columns, scaled, accumulate=block.start > 0)",
-        "columns, scaled, accumulate=block.start > 0 and block.stop < len(rows))",
+        "columns, x, accumulate=first_row > 0)",
+        "columns, x, accumulate=first_row > 16)",
     ),
     Mutant("leave padded rows of the gradient unwritten", "loss/chunked.py", "weight_grad[unwritten:].zero_()", "pass"),
     Mutant(
@@ -105,8 +105,8 @@ MUTANTS = [
     Mutant(
         "take the maximum of the last tile only",
         "loss/chunked.py",
-        "row_max = torch.maximum(row_max, logits[tile].amax(0))",
-        "row_max = logits[tile].amax(0)",
+        "row_max = torch.maximum(row_max, column_max(logits[tile]))",
+        "row_max = column_max(logits[tile])",
     ),
     # rows.py
     Mutant("forget the maximum in exp", "loss/rows.py", "exp_(slab - row_max).sum(0)", "exp_(slab.clone()).sum(0)"),
@@ -358,10 +358,10 @@ MUTANTS = [
     ),
     # plan.py
     Mutant(
-        "plan twice the budget",
+        "plan beyond the budget",
         "loss/plan.py",
-        "fitting = min(budget // (self.vocab_size * self.item),",
-        "fitting = 2 * min(budget // (self.vocab_size * self.item),",
+        "fitting = min(largest, ",
+        "fitting = max(largest, ",
         ("loss/test_plan.py", "loss/test_memory.py"),
     ),
 ]

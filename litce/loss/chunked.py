@@ -20,7 +20,7 @@ from litce.loss.function import LossSettings, guarded_backward, guarded_forward
 from litce.loss.host_sync import is_host_readable
 from litce.loss.options import LossOptions
 from litce.loss.projection import TILE_COLUMNS, Projection, new_input_product, tiles
-from litce.loss.rows import exp_sum, exp_sum_, logits_grad_, read_target_, subtract_target_
+from litce.loss.rows import column_max, exp_sum, exp_sum_, logits_grad_, read_target_, subtract_target_
 from litce.loss.supervised_rows import SupervisedRows
 
 # A tile of logits that is copied out of lent memory.
@@ -84,16 +84,29 @@ def chunked_loss_and_grads(
             kept = ColumnFilter(blocks.filter_tolerance, vocab_size).kept(logits, total, target, 0)
             add_filtered_grads_(projection, logits, 0, kept, product, weight_grad, scaled)
         else:
-            width = projection.tile_columns
-            for tile, columns in _tiles(logits, width) if lender is None else _lent_tiles(logits):
-                if product is not None:
-                    projection.input_grad_(product, columns, tile.start, accumulate=True)
-                if weight_grad is not None:
-                    projection.weight_grad_(weight_grad[tile], columns, scaled, accumulate=block.start > 0)
+            _add_grads_(projection, logits, product, weight_grad, scaled, block.start, lent=lender is not None)
         if input_grad is not None and product is not None:
             rows.write(input_grad, block, product.mul_(row_scale[:, None]))
 
     return loss, (input_grad, weight_grad, bias_grad)
+
+
+def _add_grads_(
+    projection: Projection,
+    logits: Tensor,
+    input_grad: Tensor | None,
+    weight_grad: Tensor | None,
+    x: Tensor,
+    first_row: int,
+    *,
+    lent: bool,
+) -> None:
+    """Add the products of `logits` (V, rows) to `input_grad` (rows, D) and `weight_grad` (V, D), which row 0 starts."""
+    for tile, columns in _lent_tiles(logits) if lent else _tiles(logits, projection.tile_columns):
+        if input_grad is not None:
+            projection.input_grad_(input_grad, columns, tile.start, accumulate=True)
+        if weight_grad is not None:
+            projection.weight_grad_(weight_grad[tile], columns, x, accumulate=first_row > 0)
 
 
 def _tiles(logits: Tensor, width: int) -> Iterator[tuple[slice, Tensor]]:
@@ -127,7 +140,7 @@ def _losses_and_logits_grad(projection: Projection, x: Tensor, target: Tensor, l
     row_max = torch.full((len(target),), torch.finfo(logits.dtype).min, dtype=logits.dtype, device=logits.device)
     for tile in tiles(len(logits), projection.tile_columns):
         projection.logits_(logits[tile], x, tile.start)
-        row_max = torch.maximum(row_max, logits[tile].amax(0))
+        row_max = torch.maximum(row_max, column_max(logits[tile]))
     return losses_and_logits_grad_(logits, target, row_max, projection.options)
 
 
