@@ -61,6 +61,6 @@ class ScaledLinear(nn.Linear):
 
 
 class ScaledHead(LMHead, ScaledLinear):
-    """A head with scale and bias. Logits without targets come from `ScaledLinear.forward`."""
+    """A head with scale and bias; loss and logits read the weight that they make."""
 
     projection = ScaledLinear.projection

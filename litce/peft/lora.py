@@ -154,7 +154,7 @@ class LoRALinear(nn.Linear):
 
 
 class LoRAHead(LMHead, LoRALinear):
-    """A head with low-rank additions. Logits without targets come from `LoRALinear.forward`."""
+    """A head with low-rank additions; loss and logits read the weight that they add up to."""
 
     projection = LoRALinear.projection
 
