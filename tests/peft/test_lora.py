@@ -108,7 +108,7 @@ def test_dropout_drops_what_peft_drops(kind: str) -> None:
     assert torch.equal(model.eval()(ids), model(ids))
 
 
-@pytest.mark.parametrize(("model_name", "kind"), zip(["gpt2", "qwen2", "llama"], KINDS, strict=True))
+@pytest.mark.parametrize(("model_name", "kind"), list(zip(["gpt2", "qwen2", "llama"], KINDS, strict=True)))
 def test_merged_is_the_same_for_every_set_of_targets_and_merging_again_changes_nothing(
     model_name: str, kind: str
 ) -> None:
