@@ -31,6 +31,8 @@ class Adapter(FinetuneMethod):
         require_within(f"{self.name}.prompt_length", self.prompt_length, 1, math.inf, "must be at least 1")
         require_within(f"{self.name}.start_layer", self.start_layer, 0, math.inf, "must be 0 or greater")
 
+    trains_head = False
+
     def check(self, config: Config) -> None:
         if self.start_layer >= config.n_layer:
             raise UsageError(

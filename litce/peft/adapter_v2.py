@@ -24,6 +24,8 @@ class AdapterV2(Adapter):
 
     name: ClassVar[str] = "adapter_v2"
 
+    trains_head = True
+
     def extend(self, model: GPT) -> None:
         super().extend(model)
         for module in model.modules():

@@ -77,6 +77,10 @@ class LoRA(FinetuneMethod):
         """Factor of the low-rank product (Kalajdzievski 2023, arXiv:2312.03732, for the root)."""
         return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)
 
+    @property
+    def trains_head(self) -> bool:
+        return self.head
+
     def extend(self, model: GPT) -> None:
         targets = "|".join(pattern for target, pattern in TARGETS.items() if getattr(self, target))
         for name, module in model.named_modules():

@@ -1,6 +1,7 @@
 """What tells one way of finetuning from another: the parts it adds to a model, and the parameters it owns."""
 
-from abc import ABC, abstractmethod
+from abc import ABCMeta, abstractmethod
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -11,11 +12,17 @@ from litce.config import Config
 from litce.model import GPT
 
 
-class FinetuneMethod(ABC):
-    """A way of finetuning. Subclasses are dataclasses, whose fields are the options on the command line."""
+@dataclass
+class FinetuneMethod(metaclass=ABCMeta):  # not ABC: a command line spreads out the fields of pure dataclasses only
+    """A way of finetuning; its fields are the options on the command line."""
 
     name: ClassVar[str]
     """On the command line and in file names."""
+
+    @property
+    @abstractmethod
+    def trains_head(self) -> bool:
+        """Whether the loss needs the gradient of the head's effective weight, which costs it time and memory."""
 
     def check(self, config: Config) -> None:  # noqa: B027  (not every method has something to refuse)
         """Refuse what cannot work with the model.
@@ -50,6 +57,25 @@ class FinetuneMethod(ABC):
     def weights_file(self) -> str:
         """Name of the file in a checkpoint that holds the method's own parameters."""
         return f"lit_model.{self.name}.safetensors"
+
+
+@dataclass
+class Full(FinetuneMethod):
+    """All parameters train."""
+
+    name: ClassVar[str] = "full"
+
+    trains_head = True
+
+    def extend(self, model: GPT) -> None:
+        """Nothing is added."""
+
+    def owns(self, name: str) -> bool:
+        return True
+
+    @property
+    def weights_file(self) -> str:
+        return "lit_model.safetensors"
 
 
 def become(module: nn.Module, cls: type[nn.Module]) -> None:

@@ -1,6 +1,6 @@
 """Checkpoint folders: how they are written, found and read.
 
-    lit_model.safetensors   weights; tied tensors once
+    lit_model.safetensors   weights; tied tensors once (or what finetuned.py says)
     model_config.yaml       the model
     hyperparameters.yaml    the arguments of the run, usable as `--config`
     tokenizer files
@@ -15,7 +15,7 @@ import os
 import pickle
 import random
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,9 @@ from torch import Tensor, nn
 from litce.args import UsageError
 from litce.config import Config
 from litce.model import GPT
+from litce.peft import METHODS, FinetuneMethod, Full
 from litce.tokenizer import Tokenizer
+from litce.training.finetuned import Base, read_method, require_base, write_method
 
 if TYPE_CHECKING:  # generating text does not need Lightning
     from lightning.fabric import Fabric
@@ -40,7 +42,9 @@ MODEL_CONFIG = "model_config.yaml"
 HYPERPARAMETERS = "hyperparameters.yaml"
 PROGRESS = "state/progress.json"
 OPTIMIZER = "state/optimizer.pt"
-RESUMABLE = (WEIGHTS, MODEL_CONFIG, OPTIMIZER, PROGRESS)
+RESUMABLE = (MODEL_CONFIG, OPTIMIZER, PROGRESS)
+
+FULL = Full()
 
 # Names of folders that are being written, or replaced; a leading dot keeps them out of `find_latest`.
 PARTIAL = ".partial"
@@ -76,8 +80,12 @@ def save_checkpoint(
     config: Config,
     hyperparameters: dict[str, Any],
     tokenizer: Tokenizer | None,
+    method: FinetuneMethod = FULL,
+    base: Base | None = None,
 ) -> None:
     """Write `directory` from all ranks' state, replacing one of the same name. Every rank has to call this.
+
+    Of the model only what `method` owns is written; where that is not all, `base` is what it adds to.
 
     Raises:
         UsageError: if it cannot be written; older checkpoints are intact.
@@ -89,7 +97,12 @@ def save_checkpoint(
         try:
             shutil.rmtree(partial, ignore_errors=True)
             (partial / "state").mkdir(parents=True)
-            save_file(_plain_state_dict(unwrap(state.model)), partial / WEIGHTS)
+            weights = _plain_state_dict(unwrap(state.model))
+            own = {name: tensor for name, tensor in weights.items() if method.owns(name)}
+            save_file(own, partial / method.weights_file)
+            if method.weights_file != WEIGHTS:
+                assert base is not None
+                write_method(partial, method, base)
             config.save(partial / MODEL_CONFIG)
             (partial / HYPERPARAMETERS).write_text(yaml.safe_dump(hyperparameters, sort_keys=False), encoding="utf-8")
             if tokenizer is not None:
@@ -118,7 +131,17 @@ def save_checkpoint(
 
 def is_complete(directory: Path) -> bool:
     """Whether a folder is named as a checkpoint and holds the files to resume from, whatever is in them."""
-    return not directory.name.startswith(".") and all((directory / name).is_file() for name in RESUMABLE)
+    return (
+        not directory.name.startswith(".")
+        and all((directory / name).is_file() for name in RESUMABLE)
+        and weights_path(directory).is_file()
+    )
+
+
+def weights_path(directory: Path) -> Path:
+    """The file with the weights of a checkpoint: a model's, or a method's own. It need not exist."""
+    files = (directory / cls().weights_file for cls in METHODS.values())
+    return next((path for path in files if path.is_file()), directory / WEIGHTS)
 
 
 def find_latest(out_dir: Path) -> Path | None:
@@ -158,13 +181,13 @@ def read_progress(directory: Path) -> dict[str, int]:
 
 def damage(directory: Path) -> str | None:
     """What keeps a run from resuming a checkpoint, as far as a look that reads no tensor shows; None for nothing."""
-    for name in RESUMABLE:
-        if not (directory / name).is_file():
-            return f"{directory / name} is missing"
+    for path in (*(directory / name for name in RESUMABLE), weights_path(directory)):
+        if not path.is_file():
+            return f"{path} is missing"
     try:
         read_progress(directory)
         Config.from_file(directory / MODEL_CONFIG)
-        require_weights(directory / WEIGHTS)
+        require_weights(weights_path(directory))
         _read_training(directory / OPTIMIZER, mmap=True)
     except UsageError as error:
         return str(error).split("; ")[0]
@@ -201,7 +224,13 @@ def _read_training(path: Path, mmap: bool = False) -> dict[str, Any]:
     return training
 
 
-def load_state(fabric: "Fabric", directory: Path, state: TrainState, optimizer_settings: Iterable[str] = ()) -> None:
+def load_state(
+    fabric: "Fabric",
+    directory: Path,
+    state: TrainState,
+    optimizer_settings: Iterable[str] = (),
+    method: FinetuneMethod = FULL,
+) -> None:
     """Continue `state` from a checkpoint: weights, optimizer, counters, position and random number generators.
 
     The optimizer keeps its own values of `optimizer_settings`, so that a changed setting acts. On another number of
@@ -211,7 +240,7 @@ def load_state(fabric: "Fabric", directory: Path, state: TrainState, optimizer_s
         UsageError: if the folder does not fit the model or the optimizer.
     """
     progress = read_progress(directory)
-    load_weights(unwrap(state.model), directory / WEIGHTS)
+    load_weights(unwrap(state.model), directory / method.weights_file, owns=method.owns)
     training = _read_training(directory / OPTIMIZER)
     try:
         fresh = [{name: group[name] for name in optimizer_settings} for group in state.optimizer.param_groups]
@@ -238,16 +267,28 @@ def load_state(fabric: "Fabric", directory: Path, state: TrainState, optimizer_s
 def load_model(directory: Path | str) -> GPT:
     """The model in a checkpoint folder, on the CPU, in the dtype it was saved in, in evaluation mode.
 
+    A checkpoint of a method's own weights gives the base with the method's parts, in the dtype of these.
+
     Raises:
-        UsageError: if the folder is no checkpoint, or weights and configuration do not fit.
+        UsageError: if the folder is no checkpoint, weights and configuration do not fit, or a base is missing.
     """
     directory = Path(directory)
     require_model(directory)
     config = Config.from_file(directory / MODEL_CONFIG)
     with torch.device("meta"):
         model = GPT(config)
-    load_weights(model, directory / WEIGHTS, assign=True)
-    return model.eval()
+    finetuned = read_method(directory)
+    if finetuned is None:
+        load_weights(model, directory / WEIGHTS, assign=True)
+        return model.eval()
+    method, base = finetuned
+    require_base(directory, base, WEIGHTS)
+    load_weights(model, base.directory / WEIGHTS, assign=True)
+    with torch.random.fork_rng(devices=[]):  # the new parts are drawn, to be overwritten
+        method.prepare(model)
+    load_weights(model, directory / method.weights_file, assign=True, owns=method.owns)
+    own_dtype = next(p.dtype for name, p in model.named_parameters() if method.owns(name))
+    return model.to(own_dtype).eval()
 
 
 def require_model(directory: Path) -> None:
@@ -256,16 +297,18 @@ def require_model(directory: Path) -> None:
     Raises:
         UsageError: naming the missing file, and the run's newest checkpoint.
     """
-    for name in (MODEL_CONFIG, WEIGHTS):
-        if not (directory / name).is_file():
+    for path in (directory / MODEL_CONFIG, weights_path(directory)):
+        if not path.is_file():
             latest = find_latest(directory)
             hint = f"did you mean {latest}?" if latest else "give a folder that training wrote, such as RUN/final"
-            problem = f"holds no {name}" if directory.is_dir() else "is not a folder"
+            problem = f"holds no {path.name}" if directory.is_dir() else "is not a folder"
             raise UsageError(f"{directory} {problem}; {hint}")
 
 
-def load_weights(model: nn.Module, path: Path, assign: bool = False) -> None:
-    """Fill `model` from a safetensors file, which must hold exactly its tensors. `assign` takes the file's dtypes.
+def load_weights(model: nn.Module, path: Path, assign: bool = False, owns: Callable[[str], bool] = FULL.owns) -> None:
+    """Fill `model` from a safetensors file, which must hold exactly the tensors that `owns` says; all by default.
+
+    `assign` takes the file's dtypes.
 
     Raises:
         UsageError: if the file cannot be read, or keys or shapes differ, naming them.
@@ -282,6 +325,7 @@ def load_weights(model: nn.Module, path: Path, assign: bool = False) -> None:
         missing, unexpected = plain.load_state_dict(tensors, strict=False, assign=assign)
     except RuntimeError as error:
         raise UsageError(f"{path} does not fit the model: {' '.join(str(error).split())}") from error
+    missing, unexpected = [k for k in missing if owns(k)], [*unexpected, *(k for k in tensors if not owns(k))]
     problems = [f"{kind} {_listed(keys)}" for kind, keys in (("missing", missing), ("unexpected", unexpected)) if keys]
     if problems:
         raise UsageError(f"{path} does not fit the model: {'; '.join(problems)}; check --model_name and --model_config")
