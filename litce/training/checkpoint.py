@@ -42,7 +42,7 @@ MODEL_CONFIG = "model_config.yaml"
 HYPERPARAMETERS = "hyperparameters.yaml"
 PROGRESS = "state/progress.json"
 OPTIMIZER = "state/optimizer.pt"
-RESUMABLE = (MODEL_CONFIG, OPTIMIZER, PROGRESS)
+RESUMABLE = (WEIGHTS, MODEL_CONFIG, OPTIMIZER, PROGRESS)
 
 FULL = Full()
 
@@ -131,11 +131,11 @@ def save_checkpoint(
 
 def is_complete(directory: Path) -> bool:
     """Whether a folder is named as a checkpoint and holds the files to resume from, whatever is in them."""
-    return (
-        not directory.name.startswith(".")
-        and all((directory / name).is_file() for name in RESUMABLE)
-        and weights_path(directory).is_file()
-    )
+    return not directory.name.startswith(".") and all(path.is_file() for path in _resumable(directory))
+
+
+def _resumable(directory: Path) -> list[Path]:
+    return [weights_path(directory) if name == WEIGHTS else directory / name for name in RESUMABLE]
 
 
 def weights_path(directory: Path) -> Path:
@@ -181,7 +181,7 @@ def read_progress(directory: Path) -> dict[str, int]:
 
 def damage(directory: Path) -> str | None:
     """What keeps a run from resuming a checkpoint, as far as a look that reads no tensor shows; None for nothing."""
-    for path in (*(directory / name for name in RESUMABLE), weights_path(directory)):
+    for path in _resumable(directory):
         if not path.is_file():
             return f"{path} is missing"
     try:

@@ -494,7 +494,7 @@ def test_the_folder_is_named_after_the_model(
         seen.append(str(out_dir))
         raise UsageError("that will do")
 
-    monkeypatch.setattr(recipe, "prepare_out_dir", prepared)
+    monkeypatch.setattr(run, "prepare_out_dir", prepared)
     with pytest.raises(UsageError, match="that will do"):
         pretrain(None, **{"model_config": None, **config})  # type: ignore[arg-type]
     assert seen == [f"out/pretrain/{folder}"]
@@ -555,7 +555,7 @@ def test_what_does_not_fit_the_checkpoint_is_refused_before_the_model_is_built(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_model: None, changes: dict[str, Any], message: str
 ) -> None:
     with monkeypatch.context() as context:
-        context.setattr(recipe, "GPT", GPT)
+        context.setattr(run, "GPT", GPT)
         pretrain(tmp_path)
     with pytest.raises(UsageError, match=message):
         pretrain(tmp_path, resume=True, train=train_args(max_steps=3), **changes)
