@@ -22,10 +22,10 @@ def finetune(method: FinetuneMethod, checkpoint_dir: Path, out_dir: Path | None 
         checkpoint_dir: Checkpoint to start from, with its tokenizer.
         out_dir: Folder for checkpoints and logs; null takes out/finetune/MODEL/METHOD. It has to be empty, unless the
             run in it is resumed.
-        options: As for `run`.
+        options: Those of `run`.
 
     Returns:
-        What the run came to.
+        The run in numbers.
 
     Raises:
         UsageError: if the arguments cannot work, before the model is built.
