@@ -1,4 +1,4 @@
-"""Launcher of `litce finetune_adapter`: `python finetune/adapter.py ...` or `torchrun finetune/adapter.py ...`."""
+"""Launcher of `litce finetune_adapter`: `python finetune/adapter.py ...`, or with `torchrun`."""
 
 import sys
 

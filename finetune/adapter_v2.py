@@ -1,4 +1,4 @@
-"""Launcher of `litce finetune_adapter_v2`: `python finetune/adapter_v2.py ...` or `torchrun finetune/adapter_v2.py ...`."""
+"""Launcher of `litce finetune_adapter_v2`: `python finetune/adapter_v2.py ...`, or with `torchrun`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Launcher of `litce finetune_full`: `python finetune/full.py ...` or `torchrun finetune/full.py ...`."""
+"""Launcher of `litce finetune_full`: `python finetune/full.py ...`, or with `torchrun`."""
 
 import sys
 

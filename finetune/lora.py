@@ -1,4 +1,4 @@
-"""Launcher of `litce finetune_lora`: `python finetune/lora.py ...` or `torchrun finetune/lora.py ...`."""
+"""Launcher of `litce finetune_lora`: `python finetune/lora.py ...`, or with `torchrun`."""
 
 import sys
 
