@@ -93,7 +93,7 @@ class LoRA(FinetuneMethod):
         return name.rpartition(".")[-1].startswith("lora_")
 
     def after_save(self, directory: Path) -> str:
-        return f"litce merge_lora {directory} writes a checkpoint without additions, with the base model's weights"
+        return f"these are the additions alone; litce merge_lora {directory} puts them into the model's weights"
 
 
 class LoRALinear(nn.Linear):
