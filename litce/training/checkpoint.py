@@ -11,6 +11,7 @@ A folder appears under its name only when all of it is on disk. Reading never un
 """
 
 import json
+import math
 import os
 import pickle
 import random
@@ -70,6 +71,10 @@ class TrainState:
     """Passes over the data done."""
     num_samples: int = 0
     """Samples of the current epoch that this rank has consumed."""
+    best_val_loss: float = math.inf
+    """The lowest of the validations after a step, nats per token."""
+    worse_validations: int = 0
+    """Validations since then."""
 
 
 def save_checkpoint(
@@ -111,6 +116,7 @@ def save_checkpoint(
                 "optimizer": state.optimizer.state_dict(),
                 "precision": fabric.strategy.precision.state_dict(),
                 "rng": rng_states,
+                "validations": {"best": state.best_val_loss, "worse": state.worse_validations},
             }
             torch.save(training, partial / OPTIMIZER)
             progress = {
@@ -151,6 +157,28 @@ def find_latest(out_dir: Path) -> Path | None:
         if is_complete(folder) and (step := steps(folder)) is not None:
             found.append((step, folder.name == "final", folder.name, folder))
     return max(found)[-1] if found else None
+
+
+def remove_older(out_dir: Path, keep: int) -> None:
+    """Remove all but the `keep` newest checkpoints of intervals, `step-...`.
+
+    Each loses its name first, so that no half-removed one is taken for a checkpoint.
+    """
+    found = [(steps(folder) or 0, folder) for folder in out_dir.glob("step-*") if is_complete(folder)]
+    for _, folder in sorted(found)[:-keep]:
+        doomed = folder.with_name(f".{folder.name}{PARTIAL}")
+        shutil.rmtree(doomed, ignore_errors=True)
+        folder.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def worse_validations(directory: Path) -> int:
+    """Validations since the one with the lowest loss, when the checkpoint was written.
+
+    Raises:
+        UsageError: if they cannot be read.
+    """
+    return int(_read_training(directory / OPTIMIZER, mmap=True)["validations"]["worse"])
 
 
 def steps(directory: Path) -> int | None:
@@ -219,7 +247,7 @@ def _read_training(path: Path, mmap: bool = False) -> dict[str, Any]:
         raise UsageError(f"{path} is damaged (holds more than tensors and numbers); use another checkpoint") from error
     except Exception as error:  # torch.load raises many kinds for a damaged file
         raise UsageError(f"{path} is damaged ({_short(error)}); use another checkpoint") from error
-    if not isinstance(training, dict) or not training.keys() >= {"optimizer", "precision", "rng"}:
+    if not isinstance(training, dict) or not training.keys() >= {"optimizer", "precision", "rng", "validations"}:
         raise UsageError(f"{path} is damaged (holds no state of a run); use another checkpoint")
     return training
 
@@ -248,6 +276,8 @@ def load_state(
         for group, settings in zip(state.optimizer.param_groups, fresh, strict=True):
             group.update(settings)
         fabric.strategy.precision.load_state_dict(training["precision"])
+        validations = training["validations"]
+        state.best_val_loss, state.worse_validations = float(validations["best"]), int(validations["worse"])
         if len(training["rng"]) == fabric.world_size:
             _set_rng_state(training["rng"][fabric.global_rank], fabric.device)
         else:

@@ -112,7 +112,7 @@ def run(
     if source is not None:
         require_resumable(fabric, source, config, spec, hyperparameters)
         require_same_method(source, method, task.base)
-        if nothing_left := finished(source, train):
+        if nothing_left := finished(source, train, eval):
             if resume != "auto":
                 raise UsageError(nothing_left)
             fabric.print(f"finished: {nothing_left}, or give another --out_dir")
@@ -170,6 +170,8 @@ def run(
             base=task.base,
         )
         metrics.print(f"saved {out_dir / name}")
+        if train.keep_last is not None and fabric.is_global_zero:
+            checkpoint.remove_older(out_dir, train.keep_last)
 
     try:
         fit(
