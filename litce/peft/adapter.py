@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from litce.args import UsageError
@@ -64,8 +65,9 @@ class AdapterAttention(CausalSelfAttention):
         self.adapter_prefix = nn.Parameter(self.k.weight.new_empty(length, self.k.in_features).normal_())
         self.adapter_gate = nn.Parameter(self.k.weight.new_zeros(self.q.out_features // self.head_size, 1, 1))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         keys, values = (self._split_heads(layer(self.adapter_prefix[None])) for layer in (self.k, self.v))
         keys, values = (x.expand(len(q), -1, -1, -1) for x in (keys, values))
-        prefix = super().attend(q, keys, values, is_causal=False)
-        return super().attend(q, k, v, is_causal) + (self.adapter_gate.tanh() * prefix).to(q.dtype)
+        all_of_it = torch.ones(q.size(2), keys.size(2), dtype=torch.bool, device=q.device)
+        prefix = super().attend(q, keys, values, all_of_it)
+        return super().attend(q, k, v, mask) + (self.adapter_gate.tanh() * prefix).to(q.dtype)
