@@ -67,7 +67,7 @@ class AdapterAttention(CausalSelfAttention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         keys, values = (self._split_heads(layer(self.adapter_prefix[None])) for layer in (self.k, self.v))
-        keys, values = (x.expand(len(q), -1, -1, -1) for x in (keys, values))
+        keys, values = (x.expand(len(q), -1, -1, -1) for x in (self.norm_k(keys), values))
         all_of_it = torch.ones(q.size(2), keys.size(2), dtype=torch.bool, device=q.device)
         prefix = super().attend(q, keys, values, all_of_it)
         return super().attend(q, k, v, mask) + (self.adapter_gate.tanh() * prefix).to(q.dtype)

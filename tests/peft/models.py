@@ -11,10 +11,23 @@ from litce.model import GPT
 
 SIZE: dict[str, Any] = {"block_size": 16, "vocab_size": 300, "n_layer": 3, "n_head": 4, "n_embd": 32}
 LLAMA: dict[str, Any] = {"bias": False, "norm": "rmsnorm", "mlp": "swiglu", "positions": "rope", "n_query_groups": 2}
+GEMMA: dict[str, Any] = {
+    **LLAMA,
+    "head_size": 16,
+    "norm": "rmsnorm_unit_offset",
+    "post_norms": True,
+    "qk_norm": True,
+    "sliding_window": 4,
+    "sliding_window_pattern": [True, False],
+    "attention_softcap": 5.0,
+    "logit_softcap": 8.0,
+    "query_pre_attn_scalar": 24,
+}
 MODELS = {
     "gpt2": SIZE,
     "llama": {**SIZE, **LLAMA, "tie_embeddings": False},
     "qwen2": {**SIZE, **LLAMA, "qkv_bias": True},
+    "gemma": {**SIZE, **GEMMA},
 }
 
 

@@ -4,10 +4,12 @@ import math
 import re
 
 import peft
+import pytest
 import torch
 import transformers
 
 from litce.config import Config
+from litce.model import Surroundings
 from litce.peft.adapter import Adapter
 from tests.peft.models import MODELS, batch, loss_and_grads, make_model, randomize
 
@@ -84,27 +86,42 @@ def test_outputs_and_gradients_are_those_of_peft() -> None:
         torch.testing.assert_close(grads[f"{name}gate"].sum(), gate[0], rtol=2e-4, atol=1e-5)
 
 
-def test_a_layer_attends_to_the_prefix_apart_and_each_head_has_its_gate() -> None:
-    """Against softmax attention written out; grouped keys, a position beyond the first."""
-    config = Config(**MODELS["qwen2"])
+@pytest.mark.parametrize("model_name", ["qwen2", "gemma"])
+def test_a_layer_attends_to_the_prefix_apart_and_each_head_has_its_gate(model_name: str) -> None:
+    """Against softmax attention written out; grouped keys, which may be normalised, and scores, which may be capped."""
+    config = Config(**MODELS[model_name])
+    size = config.head_size
     model = make_model(config)
     Adapter(prompt_length=3, start_layer=0).prepare(model)
     randomize(model)
     attention = model.transformer.h[0].attn.double()
+
+    def weights(keys: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        scores = keys @ q / math.sqrt(config.query_pre_attn_scalar)
+        cap = config.attention_softcap
+        return torch.softmax(scores if cap is None else cap * torch.tanh(scores / cap), 0)
+
     with torch.no_grad():
-        attention.proj.weight.copy_(torch.eye(config.n_embd))
         x = torch.randn(2, 6, config.n_embd, dtype=torch.float64)
-        got = attention(x, None)
-        heads = {name: getattr(attention, name)(x).unflatten(-1, (-1, 8)).transpose(1, 2) for name in "qkv"}
-        own = {name: getattr(attention, name)(attention.adapter_prefix).unflatten(-1, (-1, 8)) for name in "kv"}
-        for batch_index, head, position in ((0, 0, 0), (1, 3, 5), (0, 2, 4)):
+        mixed = []
+        attention.proj.register_forward_pre_hook(lambda module, inputs: mixed.append(inputs[0]))
+        causal = torch.ones(6, 6, dtype=torch.bool).tril()
+        attention(x, Surroundings(rope=None, mask=causal))
+        norms = {"q": attention.norm_q, "k": attention.norm_k, "v": torch.nn.Identity()}
+        heads, own = (
+            {n: norms[n](getattr(attention, n)(inputs).unflatten(-1, (-1, size)).transpose(-3, -2)) for n in "qkv"}
+            for inputs in (x, attention.adapter_prefix)
+        )
+        for sample, head, position in ((0, 0, 0), (1, 3, 5), (0, 2, 4)):
             group = head // 2
-            q = heads["q"][batch_index, head, position]
-            keys, values = (heads[name][batch_index, group, : position + 1] for name in "kv")
-            want = torch.softmax(keys @ q / math.sqrt(8), 0) @ values
-            weights = torch.softmax(own["k"][:, group] @ q / math.sqrt(8), 0)
-            want = want + math.tanh(float(attention.adapter_gate[head])) * (weights @ own["v"][:, group])
-            torch.testing.assert_close(got[batch_index, position, 8 * head : 8 * head + 8], want)
+            q = heads["q"][sample, head, position]
+            keys, values = (heads[name][sample, group, : position + 1] for name in "kv")
+            gate = math.tanh(float(attention.adapter_gate[head]))
+            want = weights(keys, q) @ values + gate * (weights(own["k"][group], q) @ own["v"][group])
+            # Softcapped attention is fp32 inside.
+            tolerance = {} if config.attention_softcap is None else {"rtol": 1e-5, "atol": 1e-6}
+            got = mixed[0][sample, position, size * head : size * (head + 1)]
+            torch.testing.assert_close(got, want, **tolerance)
 
 
 def test_layers_below_the_start_have_no_prefix_and_gates_start_closed() -> None:

@@ -32,7 +32,8 @@ def only(*targets: str, **options: Any) -> LoRA:
 
 def adapted(model_name: str, lora: LoRA) -> GPT:
     """A model whose additions are random and as large as its weights."""
-    model = make_model(Config(**MODELS[model_name]))
+    # The head caps its logits, and peft adds to what the head returns.
+    model = make_model(Config(**{**MODELS[model_name], "logit_softcap": None}))
     lora.prepare(model)
     randomize(model)
     return model
