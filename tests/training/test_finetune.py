@@ -11,7 +11,8 @@ import yaml
 from safetensors.torch import load_file
 
 from litce.args import EvalArgs, UsageError
-from litce.cli import build_parser, main, parse
+from litce.cli import main
+from litce.cli_parser import build_parser, parse
 from litce.peft import Adapter, AdapterV2, FinetuneMethod, Full, LoRA
 from litce.recipes import lora as lora_recipe
 from litce.training import run
