@@ -55,6 +55,10 @@ class TrainArgs:
 
     save_interval: int | None = 1000
     """Optimizer steps between checkpoints; null saves at the end only"""
+    keep_last: int | None = None
+    """Checkpoints of intervals to keep, the newest ones; null keeps all. The final and the best one stay anyway"""
+    keep_best: bool = False
+    """Also keep the checkpoint with the lowest validation loss, as best"""
     log_interval: int = 1
     """Optimizer steps between log lines"""
     global_batch_size: int = 64
@@ -90,7 +94,7 @@ class TrainArgs:
 
     def __post_init__(self) -> None:
         self.memory_budget_bytes = parse_bytes(self.memory_budget_bytes)
-        for name in ("save_interval", "log_interval", "global_batch_size", "micro_batch_size"):
+        for name in ("save_interval", "keep_last", "log_interval", "global_batch_size", "micro_batch_size"):
             _require_positive("train", name, getattr(self, name))
         for name in ("epochs", "max_tokens", "max_steps", "max_time", "max_seq_length", "max_norm"):
             _require_positive("train", name, getattr(self, name))
@@ -137,13 +141,15 @@ class EvalArgs:
     """Validate before the first step"""
     final_validation: bool = True
     """Validate after the last step"""
+    patience: int | None = None
+    """Validations in a row without a new lowest loss that end the training; null never ends it so"""
     prompt: str | None = None
     """Text to continue with the trained model at the end; null generates nothing"""
     max_new_tokens: int | None = 100
     """Tokens to generate after the prompt; null fills the model's window"""
 
     def __post_init__(self) -> None:
-        for name in ("interval", "max_iters", "max_new_tokens"):
+        for name in ("interval", "max_iters", "patience", "max_new_tokens"):
             _require_positive("eval", name, getattr(self, name))
 
 

@@ -26,7 +26,15 @@ class Command:
 
 COMMANDS = {
     "pretrain": Command("litce.recipes.pretrain:setup", "train a model from scratch", "pretrain/demo"),
+    "finetune": Command("litce.recipes.lora:setup", "short for finetune_lora", "finetune/demo/lora"),
+    "finetune_full": Command("litce.recipes.full:setup", "finetune all of a model", "finetune/demo/full"),
+    "finetune_lora": Command("litce.recipes.lora:setup", "finetune low-rank additions", "finetune/demo/lora"),
+    "finetune_adapter": Command("litce.recipes.adapter:setup", "finetune LLaMA-Adapter", "finetune/demo/adapter"),
+    "finetune_adapter_v2": Command(
+        "litce.recipes.adapter_v2:setup", "finetune LLaMA-Adapter V2", "finetune/demo/adapter_v2"
+    ),
     "generate": Command("litce.generate:setup", "continue a prompt", positional=("checkpoint_dir",)),
+    "merge_lora": Command("litce.tools.merge_lora:setup", "merge LoRA weights", positional=("checkpoint_dir",)),
     "convert_from_hf": Command(
         "litce.tools.convert_hf:convert_from_hf", "use a model from Hugging Face", positional=("directory",)
     ),
@@ -66,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def overview() -> str:
     """The commands, a line each."""
-    lines = [f"  {name:<15} {command.help}" for name, command in COMMANDS.items()]
+    lines = [f"  {name:<20} {command.help}" for name, command in COMMANDS.items()]
     return "\n".join(
         ["usage: litce COMMAND [options]", "", *lines, "", "litce COMMAND --help shows the options of a command."]
     )

@@ -223,21 +223,26 @@ class CausalSelfAttention(nn.Module):
         q, k = self.norm_q(q), self.norm_k(k)
         if surroundings.rope is not None:
             q, k = apply_rope(q, *surroundings.rope), apply_rope(k, *surroundings.rope)
+        return self.proj(self.attend(q, k, v, surroundings.mask).transpose(1, 2).flatten(2))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Mix `v` by the softmax of the scores of `q` (B, n_head, T, head_size) against `k`; shaped like `q`.
+
+        `k` and `v` are (B, n_query_groups, S, head_size). `mask` says which keys each query sees, bool, (T, S); None
+        stands for those up to its own position.
+        """
         if self.heads_per_group > 1:
             # Not enable_gqa: some of SDPA's backends lack it, and the fallback would hold the (T, T) scores.
             k, v = (x.repeat_interleave(self.heads_per_group, dim=1) for x in (k, v))
-        mask = surroundings.mask
         if self.softcap is None:
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale)
-        else:
-            # Recomputed in backward, so that the scores of one layer are alive at a time, and not those of all.
-            y = checkpoint(
-                softcapped_attention,
-                *(q, k, v, mask, self.scale, self.softcap),
-                use_reentrant=False,
-                preserve_rng_state=False,
-            )
-        return self.proj(y.transpose(1, 2).flatten(2))
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale)
+        # Recomputed in backward, so that the scores of one layer are alive at a time, and not those of all.
+        return checkpoint(
+            softcapped_attention,
+            *(q, k, v, mask, self.scale, self.softcap),
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
 
     def _split_heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_size)).transpose(1, 2)

@@ -10,6 +10,7 @@ from litce.args import TrainArgs, UsageError
 from litce.cli_config import with_config
 from litce.data import PythonStdlib, TextFiles
 from litce.recipes import pretrain as recipe
+from litce.training.optim import resolve_optimizer
 from tests.tiny import logged
 
 ROOT = Path(__file__).parents[1]
@@ -65,11 +66,11 @@ def test_data_and_its_arguments() -> None:
 
 def test_dotted_dicts_and_unions() -> None:
     arguments = parsed("--optimizer.lr", "0.5", "--model_config.n_layer", "2", "--resume", "auto")
-    assert recipe.resolve_optimizer(arguments["optimizer"]).lr == 0.5
+    assert resolve_optimizer(arguments["optimizer"]).lr == 0.5
     assert arguments["model_config"] == {"n_layer": 2} and arguments["resume"] == "auto"
     assert parsed("--resume", "true")["resume"] is True
     assert parsed("--resume", "a/b")["resume"] == Path("a/b")
-    assert recipe.resolve_optimizer(parsed("--optimizer", "SGD")["optimizer"]).cls.__name__ == "SGD"
+    assert resolve_optimizer(parsed("--optimizer", "SGD")["optimizer"]).cls.__name__ == "SGD"
     assert parsed("--train.memory_budget_bytes", "256MiB")["train"].memory_budget_bytes == 2**28
 
 

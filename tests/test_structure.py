@@ -6,7 +6,7 @@ from statistics import median
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SOURCES = sorted([*(ROOT / "litce").rglob("*.py"), *ROOT.glob("*.py")])
+SOURCES = sorted([*(ROOT / "litce").rglob("*.py"), *ROOT.glob("*.py"), *(ROOT / "finetune").glob("*.py")])
 
 
 def num_lines(path: Path) -> int:
@@ -50,3 +50,15 @@ def test_importable_without_optional_packages() -> None:
     )
     assert [path.name for path in SOURCES if optional.search(path.read_text())] == []
     assert importlib.util.find_spec("litce") is not None
+
+
+def test_recipes_are_declarations() -> None:
+    """Together below 500 lines, and no six lines in a row (blank ones left out) stand in two places."""
+    recipes = sorted((ROOT / "litce/recipes").glob("*.py"))
+    assert sum(num_lines(path) for path in recipes) < 500
+    blocks: dict[tuple[str, ...], str] = {}
+    for path in (*recipes, ROOT / "litce/training/finetune.py", ROOT / "litce/training/run.py"):
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        for i in range(len(lines) - 5):
+            block = tuple(lines[i : i + 6])
+            assert blocks.setdefault(block, path.name) == path.name, f"{path.name} repeats {block}"

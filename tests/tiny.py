@@ -1,6 +1,7 @@
 """A model, data and a run small enough to train in a second."""
 
 import csv
+import importlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch.utils.data import Dataset
 
 from litce.args import EvalArgs, TrainArgs
 from litce.data.base import DataModule, Sample
+from litce.peft import FinetuneMethod, Full
 from litce.recipes.pretrain import setup
 from litce.tokenizer import Tokenizer
 from litce.training.checkpoint import load_model
@@ -93,6 +95,23 @@ def pretrain(out_dir: Path, data: DataModule | None = None, **changes: Any) -> S
         "devices": "auto",
     }
     return setup(**{**values, **changes})
+
+
+def finetune(
+    method: FinetuneMethod, base: Path, out_dir: Path, data: DataModule | None = None, **changes: Any
+) -> Summary:
+    """The real recipe of a method on the checkpoint `base`."""
+    recipe = importlib.import_module(f"litce.recipes.{method.name}")
+    values: dict[str, Any] = {
+        "checkpoint_dir": base,
+        "out_dir": out_dir,
+        "data": data or Numbers(),
+        "train": train_args(),
+        "eval": EvalArgs(final_validation=False),
+        "optimizer": {"lr": 0.01},
+        **({} if isinstance(method, Full) else {method.name: method}),
+    }
+    return recipe.setup(**{**values, **changes})
 
 
 def logged(out_dir: Path, column: str = "train_loss") -> dict[int, float]:

@@ -1,57 +1,28 @@
 """Train a model from scratch, or go on pretraining one."""
 
-import re
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import torch
-from torch import nn
-
-from litce.args import EvalArgs, LogArgs, TrainArgs, UsageError, require_seed
+from litce.args import UsageError
 from litce.cli_messages import suggest
 from litce.config import Config
-from litce.data import DataModule
-from litce.data.base import make_dataloader, require_data
-from litce.generate import encode_prompt, generate
-from litce.loss import CrossEntropyPlan, plan_cross_entropy
 from litce.model import GPT
 from litce.model_configs import MODEL_CONFIGS
+from litce.peft.method import Full
 from litce.tokenizer import Tokenizer
 from litce.training import checkpoint
-from litce.training.checkpoint import TrainState
-from litce.training.hyperparameters import as_hyperparameters
-from litce.training.loop import fit, total_steps
-from litce.training.metrics import Metrics, Summary
-from litce.training.optim import LearningRate, resolve_optimizer
-from litce.training.ranks import on_every_rank, on_rank_zero, rank_by_rank
-from litce.training.resume import finished, prepare_out_dir, require_position, require_resumable, resolve_resume
-from litce.training.strategy import (
-    LoggerName,
-    Precision,
-    build_fabric,
-    build_logger,
-    weight_dtype,
-)
+from litce.training.metrics import Summary
+from litce.training.run import Task, folder_name, run
 
 
 def setup(
     model_name: str | None = None,
     model_config: dict[str, Any] | None = None,
-    out_dir: Path | None = None,
-    precision: Precision | None = None,
     initial_checkpoint_dir: Path | None = None,
-    resume: bool | Literal["auto"] | Path = False,
-    data: DataModule | None = None,
-    train: TrainArgs = TrainArgs(),  # noqa: B008  (never written to, and the command line shows its values)
-    eval: EvalArgs = EvalArgs(),  # noqa: B008
-    log: LogArgs = LogArgs(),  # noqa: B008
-    optimizer: str | dict[str, Any] = "AdamW",
-    devices: int | Literal["auto"] = "auto",
-    num_nodes: int = 1,
     tokenizer_dir: Path | None = None,
-    logger_name: LoggerName = "csv",
-    seed: int = 42,
+    out_dir: Path | None = None,
+    **options: Any,
 ) -> Summary:
     """Train a language model from scratch, or go on pretraining one.
 
@@ -59,22 +30,11 @@ def setup(
         model_name: Named model to train.
         model_config: Fields of the model, such as --model_config.n_layer 4: in place of those of model_name, or all
             of them without it.
+        initial_checkpoint_dir: Checkpoint whose weights to start from.
+        tokenizer_dir: Folder with a tokenizer.json, for data that does not bring its own.
         out_dir: Folder for checkpoints and logs; null takes out/pretrain/NAME with the name of the model. It has to be
             empty, unless the run in it is resumed.
-        precision: Dtypes of weights and arithmetic; null takes bf16-mixed where the GPU supports it, else 32-true.
-        initial_checkpoint_dir: Checkpoint whose weights to start from.
-        resume: Checkpoint to continue; true takes the newest in out_dir. auto does too, or starts if there is none, and
-            ends at once if the run is finished.
-        data: Training and validation data.
-        train: Batches, duration, learning rate and the loss.
-        eval: Validation, and what to generate at the end.
-        log: Names for the wandb logger.
-        optimizer: Class of torch.optim or import path; --optimizer.lr and others set its arguments.
-        devices: Processes on this machine, each with its GPU; auto takes all GPUs, or one process on the CPU.
-        num_nodes: Number of machines.
-        tokenizer_dir: Folder with a tokenizer.json, for data that does not bring its own.
-        logger_name: Where to log the metrics.
-        seed: Seed of the initial weights and the order of the data.
+        options: As for `run`.
 
     Returns:
         What the run came to.
@@ -82,109 +42,27 @@ def setup(
     Raises:
         UsageError: if the arguments cannot work, before the model is built.
     """
-    hyperparameters = as_hyperparameters(locals())
-    require_seed(seed)
-    data = require_data(data)
     config = resolve_config(model_name, model_config, initial_checkpoint_dir)
-    out_dir = out_dir or Path("out/pretrain", folder_name(config.name))
-    hyperparameters["out_dir"] = str(out_dir)
-    max_seq_length = resolve_max_seq_length(train, config)
-    spec = resolve_optimizer(optimizer)
-    # Once without the size of the data, which can take minutes to prepare.
-    LearningRate(spec.lr, train.min_lr, train.lr_warmup_steps, total_steps(train, None, max_seq_length))
-    logger = build_logger(logger_name, out_dir, log, hyperparameters)
-    fabric = build_fabric(precision=precision, devices=devices, num_nodes=num_nodes, loggers=[logger])
-    train.accumulation_iters(fabric.world_size)
-    plan = resolve_plan(train, config, max_seq_length, precision, fabric.device)
-    tokenizer = Tokenizer(tokenizer_dir) if tokenizer_dir is not None else None
 
-    fabric.launch()
-    fabric.seed_everything(seed, verbose=False)
-    spec.require_usable(fabric.device)
-    source = on_rank_zero(fabric, lambda: resolve_resume(resume, out_dir))
-    if source is not None:
-        require_resumable(fabric, source, config, spec, hyperparameters)
-        if nothing_left := finished(source, train):
-            if resume != "auto":
-                raise UsageError(nothing_left)
-            fabric.print(f"finished: {nothing_left}, or give another --out_dir")
-            return Summary(0, 0, 0.0, 0.0, None, None, None, None, source)
-    on_rank_zero(fabric, lambda: prepare_out_dir(out_dir))
+    def initialize(gpt: GPT) -> None:
+        if initial_checkpoint_dir is None:
+            gpt.init_weights()
+        else:
+            checkpoint.load_weights(gpt, initial_checkpoint_dir / checkpoint.WEIGHTS)
 
-    on_rank_zero(fabric, data.prepare)
-    tokenizer = tokenizer or data.tokenizer
-    prompt_ids = check_tokenizer(tokenizer, config, eval)
-    rank_by_rank(fabric, lambda: data.connect(tokenizer, max_seq_length, seed))
-    data.check_vocabulary(config.vocab_size)
-    train_loader, val_loader = (
-        make_dataloader(
-            dataset,
-            data,
-            batch_size=train.micro_batch_size,
-            shuffle=shuffle,
-            seed=seed,
-            rank=fabric.global_rank,
-            world_size=fabric.world_size,
-        )
-        for dataset, shuffle in ((data.train_dataset(), True), (data.val_dataset(), False))
+    task = Task(
+        config,
+        Full(),
+        initialize,
+        tokenizer=Tokenizer(tokenizer_dir) if tokenizer_dir is not None else None,
+        arguments={
+            "model_name": model_name,
+            "model_config": model_config,
+            "initial_checkpoint_dir": initial_checkpoint_dir,
+            "tokenizer_dir": tokenizer_dir,
+        },
     )
-    if source is not None:
-        require_position(source, len(train_loader.sampler), fabric.world_size)  # type: ignore[arg-type]
-    num_steps = total_steps(train, len(data.train_dataset()), max_seq_length)  # type: ignore[arg-type]
-    learning_rate = LearningRate(spec.lr, train.min_lr, train.lr_warmup_steps, num_steps)
-
-    with fabric.init_module(empty_init=True):
-        gpt = GPT(config)
-    gpt.max_seq_length = max_seq_length
-    gpt.lm_head.plan = plan
-    if source is None and initial_checkpoint_dir is not None:
-        checkpoint.load_weights(gpt, initial_checkpoint_dir / checkpoint.WEIGHTS)
-    else:
-        gpt.init_weights()
-    num_trainable = sum(parameter.numel() for parameter in gpt.parameters() if parameter.requires_grad)
-    fabric.print(f"{config.name or 'model'}: {num_trainable:,} trainable parameters, {fabric.world_size} device(s)")
-    fabric.print(plan)
-
-    state = TrainState(*fabric.setup(gpt, spec.build(gpt)))
-    if source is not None:
-        on_every_rank(fabric, lambda: checkpoint.load_state(fabric, source, state, spec.init_args))
-        fabric.print(f"resumed from {source} at step {state.step}")
-    metrics = Metrics(fabric, total_steps=num_steps, first_step=state.step, first_tokens=state.num_tokens)
-
-    def save(name: str) -> None:
-        checkpoint.save_checkpoint(
-            fabric, out_dir / name, state, config=config, hyperparameters=hyperparameters, tokenizer=tokenizer
-        )
-        metrics.print(f"saved {out_dir / name}")
-
-    try:
-        fit(
-            fabric,
-            state,
-            train_loader,
-            val_loader,
-            train,
-            eval,
-            learning_rate=learning_rate,
-            save=save,
-            metrics=metrics,
-        )
-    finally:
-        metrics.close()
-    unigram_loss = data.unigram_loss() if fabric.is_global_zero and metrics.val_loss is not None else None
-    summary = metrics.summary(
-        step=state.step, num_tokens=state.num_tokens, unigram_loss=unigram_loss, checkpoint_dir=out_dir / "final"
-    )
-    fabric.print(summary)
-    if prompt_ids and fabric.is_global_zero:
-        assert tokenizer is not None
-        fabric.print(sample_text(state.model, tokenizer, prompt_ids, eval.max_new_tokens, seed))
-    return summary
-
-
-def folder_name(model_name: str) -> str:
-    """The name of a model, which is free text, as that of a folder."""
-    return re.sub(r"[^\w.-]+", "-", model_name).strip(".-") or "model"
+    return run(task, out_dir or Path("out/pretrain", folder_name(config.name)), **options)
 
 
 def resolve_config(
@@ -219,84 +97,3 @@ def resolve_config(
         return Config._from_dict({**base, **changes}, where="model")
     except UsageError as error:
         raise UsageError(f"--model_config.{str(error).removeprefix('model: ')}") from error
-
-
-def resolve_max_seq_length(train: TrainArgs, config: Config) -> int:
-    """Positions per training sequence.
-
-    Raises:
-        UsageError: if the model cannot take as many as asked for.
-    """
-    if train.max_seq_length is not None and train.max_seq_length > config.block_size:
-        raise UsageError(
-            f"--train.max_seq_length {train.max_seq_length} is above the model's block_size {config.block_size}; "
-            "lower it or raise --model_config.block_size"
-        )
-    return train.max_seq_length or config.block_size
-
-
-def resolve_plan(
-    train: TrainArgs, config: Config, max_seq_length: int, precision: Precision | None, device: torch.device
-) -> CrossEntropyPlan:
-    """How the head computes the loss of a micro-batch, in training and in validation.
-
-    Raises:
-        UsageError: if the options contradict each other.
-    """
-    assert config.padded_vocab_size is not None and isinstance(train.memory_budget_bytes, int)
-    try:
-        return plan_cross_entropy(
-            train.micro_batch_size * max_seq_length,
-            config.padded_vocab_size,
-            config.n_embd,
-            dtype=weight_dtype(precision),
-            device=device,
-            chunk_size=train.cross_entropy_chunk_size,
-            strategy=train.cross_entropy,
-            memory_budget_bytes=train.memory_budget_bytes,
-            filter_tolerance=train.cross_entropy_filter_tolerance,
-        )
-    except ValueError as error:
-        raise UsageError(
-            f"--train.cross_entropy {train.cross_entropy} with --train.cross_entropy_chunk_size "
-            f"{train.cross_entropy_chunk_size} and --train.cross_entropy_filter_tolerance "
-            f"{train.cross_entropy_filter_tolerance}: {error}"
-        ) from error
-
-
-def check_tokenizer(tokenizer: Tokenizer | None, config: Config, eval: EvalArgs) -> list[int]:
-    """Token ids of the prompt for the end of the run, none without a prompt.
-
-    Raises:
-        UsageError: if the vocabulary is larger than the model's, or a prompt has no tokenizer.
-    """
-    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
-        raise UsageError(
-            f"the tokenizer has {tokenizer.vocab_size} ids, more than the model's vocab_size {config.vocab_size}; "
-            f"raise --model_config.vocab_size to {tokenizer.vocab_size} or use another tokenizer"
-        )
-    if eval.prompt is None:
-        return []
-    if tokenizer is None:
-        raise UsageError("--eval.prompt needs a tokenizer; give --tokenizer_dir, or --eval.prompt null")
-    return encode_prompt(tokenizer, eval.prompt, flag="--eval.prompt")
-
-
-def sample_text(
-    model: nn.Module, tokenizer: Tokenizer, prompt_ids: list[int], max_new_tokens: int | None, seed: int
-) -> str:
-    """The prompt and its continuation; neither the model's mode nor a global random number generator changes."""
-    gpt = checkpoint.unwrap(model)
-    assert isinstance(gpt, GPT)
-    was_training = gpt.training
-    gpt.eval()
-    new_ids = generate(
-        gpt,
-        prompt_ids,
-        max_new_tokens=max_new_tokens or max(1, gpt.max_seq_length - len(prompt_ids)),
-        eos_id=tokenizer.eos_id,
-        vocab_size=tokenizer.vocab_size,
-        generator=torch.Generator(gpt.lm_head.weight.device).manual_seed(seed),
-    )
-    gpt.train(was_training)
-    return tokenizer.decode(prompt_ids + new_ids)

@@ -1,6 +1,6 @@
 """Checkpoint folders: how they are written, found and read.
 
-    lit_model.safetensors   weights; tied tensors once
+    lit_model.safetensors   weights; tied tensors once (or what finetuned.py says)
     model_config.yaml       the model
     hyperparameters.yaml    the arguments of the run, usable as `--config`
     tokenizer files
@@ -11,11 +11,12 @@ A folder appears under its name only when all of it is on disk. Reading never un
 """
 
 import json
+import math
 import os
 import pickle
 import random
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,9 @@ from torch import Tensor, nn
 from litce.args import UsageError
 from litce.config import Config
 from litce.model import GPT
+from litce.peft import METHODS, FinetuneMethod, Full
 from litce.tokenizer import Tokenizer
+from litce.training.finetuned import Base, read_method, require_base, write_method
 
 if TYPE_CHECKING:  # generating text does not need Lightning
     from lightning.fabric import Fabric
@@ -41,6 +44,8 @@ HYPERPARAMETERS = "hyperparameters.yaml"
 PROGRESS = "state/progress.json"
 OPTIMIZER = "state/optimizer.pt"
 RESUMABLE = (WEIGHTS, MODEL_CONFIG, OPTIMIZER, PROGRESS)
+
+FULL = Full()
 
 # Names of folders that are being written, or replaced; a leading dot keeps them out of `find_latest`.
 PARTIAL = ".partial"
@@ -66,6 +71,10 @@ class TrainState:
     """Passes over the data done."""
     num_samples: int = 0
     """Samples of the current epoch that this rank has consumed."""
+    best_val_loss: float = math.inf
+    """The lowest of the validations after a step, nats per token."""
+    worse_validations: int = 0
+    """Validations since then."""
 
 
 def save_checkpoint(
@@ -76,8 +85,12 @@ def save_checkpoint(
     config: Config,
     hyperparameters: dict[str, Any],
     tokenizer: Tokenizer | None,
+    method: FinetuneMethod = FULL,
+    base: Base | None = None,
 ) -> None:
     """Write `directory` from all ranks' state, replacing one of the same name. Every rank has to call this.
+
+    Of the model only what `method` owns is written; where that is not all, `base` is what it adds to.
 
     Raises:
         UsageError: if it cannot be written; older checkpoints are intact.
@@ -89,7 +102,12 @@ def save_checkpoint(
         try:
             shutil.rmtree(partial, ignore_errors=True)
             (partial / "state").mkdir(parents=True)
-            save_file(_plain_state_dict(unwrap(state.model)), partial / WEIGHTS)
+            weights = _plain_state_dict(unwrap(state.model))
+            own = {name: tensor for name, tensor in weights.items() if method.owns(name)}
+            save_file(own, partial / method.weights_file)
+            if method.weights_file != WEIGHTS:
+                assert base is not None
+                write_method(partial, method, base)
             config.save(partial / MODEL_CONFIG)
             (partial / HYPERPARAMETERS).write_text(yaml.safe_dump(hyperparameters, sort_keys=False), encoding="utf-8")
             if tokenizer is not None:
@@ -98,6 +116,7 @@ def save_checkpoint(
                 "optimizer": state.optimizer.state_dict(),
                 "precision": fabric.strategy.precision.state_dict(),
                 "rng": rng_states,
+                "validations": {"best": state.best_val_loss, "worse": state.worse_validations},
             }
             torch.save(training, partial / OPTIMIZER)
             progress = {
@@ -118,7 +137,17 @@ def save_checkpoint(
 
 def is_complete(directory: Path) -> bool:
     """Whether a folder is named as a checkpoint and holds the files to resume from, whatever is in them."""
-    return not directory.name.startswith(".") and all((directory / name).is_file() for name in RESUMABLE)
+    return not directory.name.startswith(".") and all(path.is_file() for path in _resumable(directory))
+
+
+def _resumable(directory: Path) -> list[Path]:
+    return [weights_path(directory) if name == WEIGHTS else directory / name for name in RESUMABLE]
+
+
+def weights_path(directory: Path) -> Path:
+    """The file with the weights of a checkpoint: a model's, or a method's own. It need not exist."""
+    files = (directory / cls().weights_file for cls in METHODS.values())
+    return next((path for path in files if path.is_file()), directory / WEIGHTS)
 
 
 def find_latest(out_dir: Path) -> Path | None:
@@ -128,6 +157,28 @@ def find_latest(out_dir: Path) -> Path | None:
         if is_complete(folder) and (step := steps(folder)) is not None:
             found.append((step, folder.name == "final", folder.name, folder))
     return max(found)[-1] if found else None
+
+
+def remove_older(out_dir: Path, keep: int) -> None:
+    """Remove all but the `keep` newest checkpoints of intervals, `step-...`.
+
+    Each loses its name first, so that no half-removed one is taken for a checkpoint.
+    """
+    found = [(steps(folder) or 0, folder) for folder in out_dir.glob("step-*") if is_complete(folder)]
+    for _, folder in sorted(found)[:-keep]:
+        doomed = folder.with_name(f".{folder.name}{PARTIAL}")
+        shutil.rmtree(doomed, ignore_errors=True)
+        folder.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def worse_validations(directory: Path) -> int:
+    """Validations since the one with the lowest loss, when the checkpoint was written.
+
+    Raises:
+        UsageError: if they cannot be read.
+    """
+    return int(_read_training(directory / OPTIMIZER, mmap=True)["validations"]["worse"])
 
 
 def steps(directory: Path) -> int | None:
@@ -158,13 +209,13 @@ def read_progress(directory: Path) -> dict[str, int]:
 
 def damage(directory: Path) -> str | None:
     """What keeps a run from resuming a checkpoint, as far as a look that reads no tensor shows; None for nothing."""
-    for name in RESUMABLE:
-        if not (directory / name).is_file():
-            return f"{directory / name} is missing"
+    for path in _resumable(directory):
+        if not path.is_file():
+            return f"{path} is missing"
     try:
         read_progress(directory)
         Config.from_file(directory / MODEL_CONFIG)
-        require_weights(directory / WEIGHTS)
+        require_weights(weights_path(directory))
         _read_training(directory / OPTIMIZER, mmap=True)
     except UsageError as error:
         return str(error).split("; ")[0]
@@ -196,12 +247,18 @@ def _read_training(path: Path, mmap: bool = False) -> dict[str, Any]:
         raise UsageError(f"{path} is damaged (holds more than tensors and numbers); use another checkpoint") from error
     except Exception as error:  # torch.load raises many kinds for a damaged file
         raise UsageError(f"{path} is damaged ({_short(error)}); use another checkpoint") from error
-    if not isinstance(training, dict) or not training.keys() >= {"optimizer", "precision", "rng"}:
+    if not isinstance(training, dict) or not training.keys() >= {"optimizer", "precision", "rng", "validations"}:
         raise UsageError(f"{path} is damaged (holds no state of a run); use another checkpoint")
     return training
 
 
-def load_state(fabric: "Fabric", directory: Path, state: TrainState, optimizer_settings: Iterable[str] = ()) -> None:
+def load_state(
+    fabric: "Fabric",
+    directory: Path,
+    state: TrainState,
+    optimizer_settings: Iterable[str] = (),
+    method: FinetuneMethod = FULL,
+) -> None:
     """Continue `state` from a checkpoint: weights, optimizer, counters, position and random number generators.
 
     The optimizer keeps its own values of `optimizer_settings`, so that a changed setting acts. On another number of
@@ -211,7 +268,7 @@ def load_state(fabric: "Fabric", directory: Path, state: TrainState, optimizer_s
         UsageError: if the folder does not fit the model or the optimizer.
     """
     progress = read_progress(directory)
-    load_weights(unwrap(state.model), directory / WEIGHTS)
+    load_weights(unwrap(state.model), directory / method.weights_file, owns=method.owns)
     training = _read_training(directory / OPTIMIZER)
     try:
         fresh = [{name: group[name] for name in optimizer_settings} for group in state.optimizer.param_groups]
@@ -219,6 +276,8 @@ def load_state(fabric: "Fabric", directory: Path, state: TrainState, optimizer_s
         for group, settings in zip(state.optimizer.param_groups, fresh, strict=True):
             group.update(settings)
         fabric.strategy.precision.load_state_dict(training["precision"])
+        validations = training["validations"]
+        state.best_val_loss, state.worse_validations = float(validations["best"]), int(validations["worse"])
         if len(training["rng"]) == fabric.world_size:
             _set_rng_state(training["rng"][fabric.global_rank], fabric.device)
         else:
@@ -238,16 +297,28 @@ def load_state(fabric: "Fabric", directory: Path, state: TrainState, optimizer_s
 def load_model(directory: Path | str) -> GPT:
     """The model in a checkpoint folder, on the CPU, in the dtype it was saved in, in evaluation mode.
 
+    A checkpoint of a method's own weights gives the base with the method's parts, in the dtype of these.
+
     Raises:
-        UsageError: if the folder is no checkpoint, or weights and configuration do not fit.
+        UsageError: if the folder is no checkpoint, weights and configuration do not fit, or a base is missing.
     """
     directory = Path(directory)
     require_model(directory)
     config = Config.from_file(directory / MODEL_CONFIG)
     with torch.device("meta"):
         model = GPT(config)
-    load_weights(model, directory / WEIGHTS, assign=True)
-    return model.eval()
+    finetuned = read_method(directory)
+    if finetuned is None:
+        load_weights(model, directory / WEIGHTS, assign=True)
+        return model.eval()
+    method, base = finetuned
+    require_base(directory, base, WEIGHTS)
+    load_weights(model, base.directory / WEIGHTS, assign=True)
+    with torch.random.fork_rng(devices=[]):  # the new parts are drawn, to be overwritten
+        method.prepare(model)
+    load_weights(model, directory / method.weights_file, assign=True, owns=method.owns)
+    own_dtype = next(p.dtype for name, p in model.named_parameters() if method.owns(name))
+    return model.to(own_dtype).eval()
 
 
 def require_model(directory: Path) -> None:
@@ -256,16 +327,18 @@ def require_model(directory: Path) -> None:
     Raises:
         UsageError: naming the missing file, and the run's newest checkpoint.
     """
-    for name in (MODEL_CONFIG, WEIGHTS):
-        if not (directory / name).is_file():
+    for path in (directory / MODEL_CONFIG, weights_path(directory)):
+        if not path.is_file():
             latest = find_latest(directory)
             hint = f"did you mean {latest}?" if latest else "give a folder that training wrote, such as RUN/final"
-            problem = f"holds no {name}" if directory.is_dir() else "is not a folder"
+            problem = f"holds no {path.name}" if directory.is_dir() else "is not a folder"
             raise UsageError(f"{directory} {problem}; {hint}")
 
 
-def load_weights(model: nn.Module, path: Path, assign: bool = False) -> None:
-    """Fill `model` from a safetensors file, which must hold exactly its tensors. `assign` takes the file's dtypes.
+def load_weights(model: nn.Module, path: Path, assign: bool = False, owns: Callable[[str], bool] = FULL.owns) -> None:
+    """Fill `model` from a safetensors file, which must hold exactly the tensors that `owns` says; all by default.
+
+    `assign` takes the file's dtypes.
 
     Raises:
         UsageError: if the file cannot be read, or keys or shapes differ, naming them.
@@ -282,6 +355,7 @@ def load_weights(model: nn.Module, path: Path, assign: bool = False) -> None:
         missing, unexpected = plain.load_state_dict(tensors, strict=False, assign=assign)
     except RuntimeError as error:
         raise UsageError(f"{path} does not fit the model: {' '.join(str(error).split())}") from error
+    missing, unexpected = [k for k in missing if owns(k)], [*unexpected, *(k for k in tensors if not owns(k))]
     problems = [f"{kind} {_listed(keys)}" for kind, keys in (("missing", missing), ("unexpected", unexpected)) if keys]
     if problems:
         raise UsageError(f"{path} does not fit the model: {'; '.join(problems)}; check --model_name and --model_config")

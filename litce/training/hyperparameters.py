@@ -19,6 +19,7 @@ WITHOUT_EFFECT = (
     "eval.",
     "initial_checkpoint_dir",
     "train.save_interval",
+    "train.keep_",
     "train.log_interval",
     "data.num_workers",
 )

@@ -32,8 +32,9 @@ def fit(
     """Train from `state` until the first of the limits in `train` is reached, at least one step.
 
     The loss of a step is the sum over the supervised tokens of all its micro-batches and ranks, divided once by their
-    number. The end of an epoch makes a smaller step. `save(name)` is called at every `train.save_interval` and, as
-    `save("final")`, before the final validation.
+    number. The end of an epoch makes a smaller step. `save(name)` is called at every `train.save_interval`, after
+    the validation of the same step, and, as `save("final")`, before the final validation. With `train.keep_best` every
+    validation with a new lowest loss calls `save("best")`; `eval.patience` validations without one end the training.
 
     Args:
         fabric: launched.
@@ -55,16 +56,24 @@ def fit(
     accumulation_iters = train.accumulation_iters(fabric.world_size)
     total = _host_sum(fabric)
 
+    def checkpoint(name: str) -> None:
+        with metrics.paused():
+            _require_finite_weights(state)
+            save(name)
+
     def validation() -> None:
         with metrics.paused():
             begin = time.perf_counter()
             loss = validate(fabric, state.model, val_loader, eval.max_iters)
             metrics.validation(step=state.step, loss=loss, seconds=time.perf_counter() - begin)
-
-    def checkpoint(name: str) -> None:
-        with metrics.paused():
-            _require_finite_weights(state)
-            save(name)
+        if state.step == 0:
+            return
+        if loss < state.best_val_loss:
+            state.best_val_loss, state.worse_validations = loss, 0
+            if train.keep_best:
+                checkpoint("best")
+        else:
+            state.worse_validations += 1
 
     if eval.initial_validation and state.step == 0:
         validation()
@@ -95,10 +104,15 @@ def fit(
                 if eval.final_validation:
                     validation()
                 return
-            if train.save_interval is not None and state.step % train.save_interval == 0:
-                checkpoint(f"step-{state.step:08d}")
+            # First, so that a run that goes on from the checkpoint knows of it.
             if eval.interval is not None and state.step % eval.interval == 0:
                 validation()
+                if eval.patience is not None and state.worse_validations >= eval.patience:
+                    metrics.print(f"no lower validation loss for {state.worse_validations} validations; training ends")
+                    checkpoint("final")
+                    return
+            if train.save_interval is not None and state.step % train.save_interval == 0:
+                checkpoint(f"step-{state.step:08d}")
 
 
 @torch.no_grad()

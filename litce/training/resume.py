@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning.fabric import Fabric
 
-from litce.args import TrainArgs, UsageError
+from litce.args import EvalArgs, TrainArgs, UsageError
 from litce.config import Config
 from litce.training import checkpoint
 from litce.training.hyperparameters import differences, read_hyperparameters
@@ -133,8 +133,13 @@ def require_resumable(
         )
 
 
-def finished(source: Path, train: TrainArgs) -> str | None:
+def finished(source: Path, train: TrainArgs, eval: EvalArgs) -> str | None:
     """In words, why a run that goes on from `source` has nothing left to do; None if it has."""
+    if eval.patience is not None and checkpoint.worse_validations(source) >= eval.patience:
+        return (
+            f"{source} is at the end that --eval.patience {eval.patience} sets: so many validations brought no lower "
+            "loss; raise it"
+        )
     progress = checkpoint.read_progress(source)
     if not limit_reached(train, step=progress["step"], num_tokens=progress["num_tokens"], epoch=progress["epoch"]):
         return None

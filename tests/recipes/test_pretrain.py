@@ -18,6 +18,7 @@ from litce.config import Config
 from litce.data import TokenFile
 from litce.model import GPT
 from litce.recipes import pretrain as recipe
+from litce.training import run
 from litce.training.checkpoint import find_latest, load_model
 from tests.tiny import (
     MODEL,
@@ -342,10 +343,10 @@ def test_sample_text_leaves_mode_and_random_numbers_alone(tmp_path: Path) -> Non
     tokenizer = Tokenizer(save_tokenizer(tmp_path))
     model = GPT(Config(**MODEL))
     before = torch.get_rng_state()
-    texts = {recipe.sample_text(model, tokenizer, [1, 2], 5, seed=1) for _ in range(2)}
+    texts = {run.sample_text(model, tokenizer, [1, 2], 5, seed=1) for _ in range(2)}
     assert len(texts) == 1 and model.training
     assert torch.equal(torch.get_rng_state(), before)
-    recipe.sample_text(model, tokenizer, [1, 2], None, seed=1)
+    run.sample_text(model, tokenizer, [1, 2], None, seed=1)
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16)])
@@ -370,7 +371,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def build(*args: Any) -> None:
         pytest.fail("the model was built")
 
-    monkeypatch.setattr(recipe, "GPT", build)
+    monkeypatch.setattr(run, "GPT", build)
 
 
 @pytest.mark.parametrize(
@@ -493,7 +494,7 @@ def test_the_folder_is_named_after_the_model(
         seen.append(str(out_dir))
         raise UsageError("that will do")
 
-    monkeypatch.setattr(recipe, "prepare_out_dir", prepared)
+    monkeypatch.setattr(run, "prepare_out_dir", prepared)
     with pytest.raises(UsageError, match="that will do"):
         pretrain(None, **{"model_config": None, **config})  # type: ignore[arg-type]
     assert seen == [f"out/pretrain/{folder}"]
@@ -554,7 +555,7 @@ def test_what_does_not_fit_the_checkpoint_is_refused_before_the_model_is_built(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_model: None, changes: dict[str, Any], message: str
 ) -> None:
     with monkeypatch.context() as context:
-        context.setattr(recipe, "GPT", GPT)
+        context.setattr(run, "GPT", GPT)
         pretrain(tmp_path)
     with pytest.raises(UsageError, match=message):
         pretrain(tmp_path, resume=True, train=train_args(max_steps=3), **changes)
@@ -562,7 +563,7 @@ def test_what_does_not_fit_the_checkpoint_is_refused_before_the_model_is_built(
 
 def test_another_model_is_not_resumed(tmp_path: Path, no_model: None, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as context:
-        context.setattr(recipe, "GPT", GPT)
+        context.setattr(run, "GPT", GPT)
         pretrain(tmp_path)
     with pytest.raises(UsageError, match="n_layer is 1 there and 2 here"):
         pretrain(tmp_path, resume=True, model_config={**MODEL, "n_layer": 2}, train=train_args(max_steps=3))

@@ -8,9 +8,8 @@ from lightning.fabric import Fabric
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from litce.args import EvalArgs, UsageError
-from litce.recipes import pretrain as recipe
 from litce.tokenizer import Tokenizer
-from litce.training import loop
+from litce.training import loop, run
 from litce.training.checkpoint import TrainState
 from litce.training.metrics import Summary
 from tests.gloo import run_ranks
@@ -58,7 +57,7 @@ def count_syncs(out_dir: Path) -> int:
         loop.fit(fabric, state, *args, **options)
 
     with pytest.MonkeyPatch.context() as context:
-        context.setattr(recipe, "fit", fit)
+        context.setattr(run, "fit", fit)
         pretrain(out_dir, train=train_args(micro_batch_size=1, max_steps=3))
     return count
 

@@ -1,5 +1,6 @@
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from litce.args import EvalArgs, TrainArgs, UsageError
 from litce.config import Config
 from litce.data.base import Sample, make_dataloader
 from litce.model import GPT
+from litce.training import loop
+from litce.training.checkpoint import find_latest, read_progress
 from litce.training.loop import limit_reached, total_steps, validate
-from tests.tiny import MODEL, Numbers, pretrain
+from tests.tiny import MODEL, Numbers, pretrain, train_args
 
 
 @pytest.fixture
@@ -113,3 +116,63 @@ def test_limit_reached() -> None:
     assert not limit_reached(args(max_tokens=3), step=1, num_tokens=2, epoch=0)
     assert limit_reached(args(epochs=1), step=1, num_tokens=4, epoch=1)
     assert not limit_reached(args(max_steps=3, max_tokens=5, epochs=1), step=2, num_tokens=4, epoch=0)
+
+
+def folders(out_dir: Path) -> set[str]:
+    return {path.name for path in out_dir.iterdir() if path.name != "logs"}
+
+
+def scripted(monkeypatch: pytest.MonkeyPatch, losses: list[float]) -> None:
+    """Let the validations return `losses`, one after the other."""
+    remaining = iter(losses)
+    monkeypatch.setattr(loop, "validate", lambda *args: next(remaining))
+
+
+def test_the_best_checkpoint_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Before the first step, after steps 1 to 5, and the final validation.
+    scripted(monkeypatch, [0.1, 4.0, math.nan, 2.0, 2.0, 3.0, 9.0])
+    args = train_args(max_steps=6, save_interval=None, keep_best=True)
+    pretrain(tmp_path, train=args, eval=EvalArgs(interval=1, initial_validation=True))
+    assert folders(tmp_path) == {"best", "final"}
+    assert read_progress(tmp_path / "best")["step"] == 3
+    assert find_latest(tmp_path) == tmp_path / "final"
+
+
+def test_the_final_validation_can_be_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted(monkeypatch, [4.0, 3.0])
+    pretrain(tmp_path, train=train_args(max_steps=3, keep_best=True), eval=EvalArgs(interval=2))
+    assert read_progress(tmp_path / "best")["step"] == 3
+
+
+@pytest.mark.parametrize(("keep_last", "kept"), [(1, {4}), (2, {3, 4}), (9, {1, 2, 3, 4}), (None, {1, 2, 3, 4})])
+def test_the_last_checkpoints_are_kept(tmp_path: Path, keep_last: int | None, kept: set[int]) -> None:
+    args = train_args(max_steps=5, save_interval=1, keep_last=keep_last, keep_best=True)
+    pretrain(tmp_path, train=args, eval=EvalArgs(interval=5))
+    assert folders(tmp_path) == {*(f"step-{step:08d}" for step in kept), "final", "best"}
+
+
+LOSSES = [4.0, 3.0, 3.5, 3.0, 2.9, 2.9, 2.9, 2.9, 2.9]
+
+
+@pytest.mark.parametrize(("patience", "steps"), [(1, 3), (2, 4), (3, 8), (4, 9)])
+def test_training_ends_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patience: int, steps: int) -> None:
+    scripted(monkeypatch, LOSSES)
+    summary = pretrain(tmp_path, train=train_args(max_steps=20), eval=EvalArgs(interval=1, patience=patience))
+    assert summary.steps == steps and folders(tmp_path) == {"final"}
+    # It is finished, with the same patience.
+    again: dict[str, Any] = {"train": train_args(max_steps=20), "resume": True}
+    with pytest.raises(UsageError, match=f"end that --eval.patience {patience} sets.*raise it"):
+        pretrain(tmp_path, eval=EvalArgs(interval=1, patience=patience), **again)
+    scripted(monkeypatch, [5.0] * 20)
+    assert pretrain(tmp_path, eval=EvalArgs(interval=1, patience=patience + 1), **again).steps == 1
+
+
+def test_a_resumed_run_ends_where_the_uninterrupted_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = train_args(max_steps=20, save_interval=3, keep_best=True)
+    scripted(monkeypatch, LOSSES)
+    assert pretrain(tmp_path / "whole", train=args, eval=EvalArgs(interval=1, patience=2)).steps == 4
+    scripted(monkeypatch, LOSSES[3:])
+    second = tmp_path / "second"
+    resume = tmp_path / "whole/step-00000003"
+    assert pretrain(second, train=args, eval=EvalArgs(interval=1, patience=2), resume=resume).steps == 1
+    assert "best" not in folders(second)

@@ -8,7 +8,7 @@ import torch
 from lightning.fabric import Fabric
 from safetensors.torch import save_file
 
-from litce.args import TrainArgs, UsageError
+from litce.args import EvalArgs, TrainArgs, UsageError
 from litce.config import Config
 from litce.training import checkpoint, resume
 from litce.training.optim import resolve_optimizer
@@ -31,7 +31,10 @@ def write(directory: Path, step: int = 1, **counters: Any) -> Path:
     save_file({"weight": torch.zeros(4)}, directory / checkpoint.WEIGHTS)
     Config(**MODEL).save(directory / checkpoint.MODEL_CONFIG)
     (directory / checkpoint.HYPERPARAMETERS).write_text("seed: 1\noptimizer:\n  lr: 0.5\n")
-    torch.save({"optimizer": {"state": {}}, "precision": {}, "rng": []}, directory / checkpoint.OPTIMIZER)
+    torch.save(
+        {"optimizer": {"state": {}}, "precision": {}, "rng": [], "validations": {"best": 1.0, "worse": 0}},
+        directory / checkpoint.OPTIMIZER,
+    )
     (directory / checkpoint.PROGRESS).write_text(json.dumps({**COUNTERS, "step": step, **counters}))
     return directory
 
@@ -151,7 +154,7 @@ class Payload:
 
 
 def payload(path: Path) -> None:
-    torch.save({"optimizer": Payload(), "precision": {}, "rng": []}, path)
+    torch.save({"optimizer": Payload(), "precision": {}, "rng": [], "validations": {"best": 1.0, "worse": 0}}, path)
 
 
 def other_content(path: Path) -> None:
@@ -278,5 +281,5 @@ def test_a_position_that_the_data_does_not_have(tmp_path: Path, num_samples: int
 )
 def test_finished(tmp_path: Path, limits: dict[str, Any], left: bool) -> None:
     source = write(tmp_path / "a", 3, num_tokens=70, epoch=2)
-    reason = finished(source, TrainArgs(**limits))
+    reason = finished(source, TrainArgs(**limits), EvalArgs())
     assert reason is None if left else reason and "at step 3, epoch 2, 70 tokens" in reason
