@@ -32,6 +32,7 @@ def loss(
     filter_tolerance: float = 0.0,
     operands: Path | None = None,
     json: Path | None = None,
+    png: Path | None = None,
 ) -> None:
     """Measure a forward and backward pass of the loss and print a table per shape.
 
@@ -49,6 +50,7 @@ def loss(
         filter_tolerance: litce's filter; 0 is exact.
         operands: file of litce bench operands to measure with instead of random operands.
         json: write the rows to this file too.
+        png: draw time against memory to this file.
     """
     parsed = [_parse_shape(s) for s in shapes or DEFAULT_SHAPES]
     if operands is not None:
@@ -64,8 +66,9 @@ def loss(
     for name, value in (("rounds", rounds), ("repeats", repeats)):
         if value < 1:
             raise UsageError(f"--{name} {value}: give at least 1")
-    if json is not None and not json.parent.is_dir():
-        raise UsageError(f"--json {json}: the folder {json.parent} does not exist")
+    for flag, path in (("json", json), ("png", png)):
+        if path is not None and not path.parent.is_dir():
+            raise UsageError(f"--{flag} {path}: the folder {path.parent} does not exist")
     settings = {
         "dtype": dtype,
         "budget": budget,
@@ -80,6 +83,8 @@ def loss(
         _print_table(rows[-len(names) :], budget, rounds)
         if json is not None:
             _write_json(json, rows)
+    if png is not None:
+        draw(rows, budget, png)
 
 
 def _run_rounds(
@@ -137,6 +142,34 @@ def _print_table(rows: list[dict], budget: int, rounds: int) -> None:
             row["contender"], f"{row['seconds']:.2f}", ratio, f"{row['peak_bytes'] / 1e6:.0f}", f"{above:.0f}"
         )
     Console(width=None if sys.stdout.isatty() else 120).print(table)
+
+
+def draw(rows: list[dict[str, Any]], budget: int, path: Path) -> None:
+    """Draw the rows of the benchmark, a panel per shape: time over dense's against peak memory above gradients."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shapes = list(dict.fromkeys(tuple(row["shape"]) for row in rows))
+    figure, axes = pyplot.subplots(1, len(shapes), figsize=(4.5 * len(shapes), 4), layout="constrained", squeeze=False)
+    for axis, shape in zip(axes[0], shapes, strict=True):
+        for row in rows:
+            if tuple(row["shape"]) != shape:
+                continue
+            own = row["contender"] == "litce"
+            point = (max(1.0, (row["peak_bytes"] - row["grad_bytes"]) / 1e6), row["ratio_to_dense"] or row["seconds"])
+            axis.scatter(*point, color="tab:red" if own else "tab:gray", zorder=3)
+            axis.annotate(row["contender"], point, xytext=(5, 4), textcoords="offset points", fontsize=8)
+        axis.axvline(budget / 1e6, color="gray", linestyle=":", linewidth=1)
+        axis.set(xscale="log", yscale="log", title="N x D x V = " + " x ".join(map(str, shape)))
+        axis.set(xlabel="peak MB above inputs and gradients", ylabel="time / dense")
+        axis.margins(x=0.25, y=0.15)
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter("{x:g}")
+        axis.grid(alpha=0.3, which="both")
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
 
 
 def _write_json(path: Path, rows: list[dict]) -> None:

@@ -36,7 +36,8 @@ def test_every_contender_computes_the_same_gradients(contender: str) -> None:
 def test_rows_of_bench_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "rows.json"
     words = "--shapes [32x8x300] --contenders [dense,litce] --rounds 1"
-    cli.main(["bench", "loss", *words.split(), "--json", str(path)])
+    cli.main(["bench", "loss", *words.split(), "--json", str(path), "--png", str(tmp_path / "rows.png")])
+    assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
     rows = json.loads(path.read_text())
     assert [row["contender"] for row in rows] == ["dense", "litce"]
     for row in rows:
@@ -55,6 +56,7 @@ def test_rows_of_bench_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         ({"repeats": 0}, "--repeats 0"),
         ({"filter_tolerance": 1.0}, "--filter_tolerance 1.0"),
         ({"json": Path("/missing/x.json")}, "--json /missing/x.json"),
+        ({"png": Path("/missing/x.png")}, "--png /missing/x.png"),
         ({"operands": Path("missing.safetensors")}, "--operands missing.safetensors cannot be read"),
     ],
 )
