@@ -16,6 +16,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 DEFAULT_TESTS = ("loss/test_options.py", "loss/test_contract.py", "test_lm_head.py", "loss/test_function.py")
 
+PARITY = (*DEFAULT_TESTS, "loss/test_parity.py")
+
 
 @dataclass(frozen=True)
 class Mutant:
@@ -91,7 +93,7 @@ MUTANTS = [
         "loss/chunked.py",
         "return torch.float32 if input.dtype == torch.float16 else input.dtype",
         "return input.dtype",
-        ("loss/test_parity.py", *DEFAULT_TESTS),
+        DEFAULT_TESTS,
     ),
     Mutant(
         "hand over the gradients twice", "loss/chunked.py", "grads, ctx.grads = ctx.grads, None", "grads = ctx.grads"
@@ -181,7 +183,7 @@ MUTANTS = [
         "loss/projection.py",
         "accumulate=accumulate or a > start)",
         "accumulate=accumulate)",
-        ("loss/test_parity.py", *DEFAULT_TESTS),
+        PARITY,
     ),
     Mutant(
         "keep hidden states as precise as they come",
@@ -194,14 +196,14 @@ MUTANTS = [
         "loss/projection.py",
         '    if weight.device.type == "cpu":\n        return torch.promote_types(weight.dtype, torch.float32)\n',
         '    if weight.device.type == "cpu":\n        return weight.dtype\n',
-        ("loss/test_parity.py", *DEFAULT_TESTS),
+        PARITY,
     ),
     Mutant(
         "sum few rows in one running sum",
         "loss/projection.py",
         "FEW_ROWS = 16\n",
         "FEW_ROWS = 0\n",
-        ("loss/test_parity.py", *DEFAULT_TESTS),
+        PARITY,
     ),
     # cut.py
     Mutant(

@@ -49,6 +49,18 @@ def test_autocast_changes_nothing_without_gradients():
     assert torch.equal(got.loss, want.loss) and torch.equal(got.entropy, want.entropy)
 
 
+@pytest.mark.parametrize("strategy", BLOCKED)
+def test_a_loss_scaler_keeps_small_fp16_gradients(strategy):
+    """Unscaled they are below fp16's least number: rounded before the scaler's factor they would be 0."""
+    case = make_case(500, 101, dtype=torch.float16, ignored="some")
+    case.weight = case.weight * 2e-6
+    want = oracle(case, upstream=2.0**16)
+    dense = run(case, strategy="dense", upstream=2.0**16)
+    assert float(want["input"].abs().max()) < 2.0**16 * 2.0**-24
+    assert dense["input"].any()
+    assert_no_worse_than_dense(run(case, strategy=strategy, upstream=2.0**16, **SMALL_TILES), dense, want)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("penalised", ["input", "weight", "bias"])
 @pytest.mark.parametrize("strategy", BLOCKED)
