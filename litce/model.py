@@ -301,7 +301,7 @@ class CausalSelfAttention(nn.Module):
         single = q.size(2) == 1
         if single:
             # The heads of a group read the same keys: as queries of one head they need no copies of them.
-            q = q.view(len(q), k.size(1), -1, self.head_size)
+            q = q.reshape(len(q), k.size(1), -1, self.head_size)
         elif self.heads_per_group > 1:
             # Not enable_gqa: some of SDPA's backends lack it, and the fallback would hold the (T, T) scores.
             k, v = (x.repeat_interleave(self.heads_per_group, dim=1) for x in (k, v))

@@ -283,15 +283,12 @@ def sample_text(
     """The prompt and its continuation; neither the model's mode nor a global random number generator changes."""
     gpt = checkpoint.unwrap(model)
     assert isinstance(gpt, GPT)
-    was_training = gpt.training
-    gpt.eval()
-    new_ids = generate(
+    (new_ids,) = generate(
         gpt,
-        prompt_ids,
+        [prompt_ids],
         max_new_tokens=max_new_tokens or max(1, gpt.max_seq_length - len(prompt_ids)),
-        eos_id=tokenizer.eos_id,
+        stop_ids=tokenizer.stop_ids,
         vocab_size=tokenizer.vocab_size,
         generator=torch.Generator(gpt.lm_head.weight.device).manual_seed(seed),
     )
-    gpt.train(was_training)
     return tokenizer.decode(prompt_ids + new_ids)
