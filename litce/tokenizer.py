@@ -111,14 +111,28 @@ class Tokenizer:
         return frozenset(i for i, token in self.processor.get_added_tokens_decoder().items() if token.special)
 
     @cached_property
+    def needed_vocab_size(self) -> int:
+        """Ids that a model has to have: those of text and those that begin and end one.
+
+        Other special tokens may be missing: Gemma 3's tokenizer has one for images, which its text models lack.
+        """
+        ids = {*self.processor.get_vocab(with_added_tokens=True).values()} - self.special_ids
+        return 1 + max(ids | {i for i in (self.bos_id, self.eos_id) if i is not None}, default=-1)
+
+    @cached_property
     def num_bytes(self) -> list[int]:
-        """Bytes of UTF-8 that each id in [0, vocab_size) stands for in a text; 0 for special tokens and holes."""
+        """Bytes of UTF-8 that each id in [0, vocab_size) stands for in a text; 0 for special tokens and holes.
+
+        A space that the tokenizer puts before a text counts as one of it.
+        """
         parts = json.dumps({key: json.loads(self.processor.to_str()).get(key) for key in ("pre_tokenizer", "decoder")})
         byte_level = '"ByteLevel"' in parts
         sizes = [0] * self.vocab_size
         for token, token_id in self.processor.get_vocab(with_added_tokens=True).items():
-            if token_id in self._added_ids:
-                sizes[token_id] = 0 if token_id in self.special_ids else len(token.encode())
+            if token_id in self.special_ids or token_id in (self.bos_id, self.eos_id):
+                sizes[token_id] = 0
+            elif token_id in self._added_ids:
+                sizes[token_id] = len(token.encode())
             elif byte_level:  # a character for each byte
                 sizes[token_id] = len(token)
             elif re.fullmatch("<0x[0-9A-F]{2}>", token):  # what is no character of the vocabulary, byte by byte

@@ -4,9 +4,6 @@ import json
 import pytest
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer as HFTokenizer
-from tokenizers import decoders, models, pre_tokenizers
-from tokenizers.pre_tokenizers import ByteLevel
 
 from litce import llm as llm_module
 from litce.args import UsageError
@@ -15,6 +12,7 @@ from litce.generate import generate as generate_batch
 from litce.generate import sample_tokens, setup, stream
 from litce.model import GPT
 from litce.tokenizer import Tokenizer
+from tests.tiny import save_byte_tokenizer
 
 
 @pytest.fixture(params=["learned", "rope"])
@@ -232,12 +230,7 @@ def test_bad_prompts_of_the_function(model):
 @pytest.fixture
 def checkpoint_dir(tmp_path):
     """A random model whose tokenizer has one id per byte, and `<eos>`."""
-    vocab = {symbol: i for i, symbol in enumerate(sorted(ByteLevel.alphabet()))} | {"<eos>": 256, "<bos>": 257}
-    tokenizer = HFTokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    write_special_tokens(tmp_path, bos=None)
+    save_byte_tokenizer(tmp_path)
     config = Config(block_size=8, vocab_size=300, n_layer=1, n_head=2, n_embd=16)
     config.save(tmp_path / "model_config.yaml")
     torch.manual_seed(0)
@@ -245,10 +238,6 @@ def checkpoint_dir(tmp_path):
     model.init_weights()
     save_file(model.state_dict(), tmp_path / "lit_model.safetensors")
     return tmp_path
-
-
-def write_special_tokens(directory, bos):
-    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", "bos_token": bos}))
 
 
 def test_command_prints_prompt_and_continuation(checkpoint_dir, capsys):
@@ -271,14 +260,14 @@ def test_command_reports_a_prompt_longer_than_the_window(checkpoint_dir, capsys)
 def test_command_starts_an_empty_prompt_from_bos(checkpoint_dir, capsys):
     with pytest.raises(UsageError, match="--prompt: got '', and the tokenizer has no bos token"):
         setup(checkpoint_dir, "", max_new_tokens=2)
-    write_special_tokens(checkpoint_dir, bos="<bos>")
+    save_byte_tokenizer(checkpoint_dir, bos="<bos>")
     setup(checkpoint_dir, "", max_new_tokens=2)
     assert capsys.readouterr().out.strip("\n")
 
 
 @pytest.mark.parametrize("bos", [None, "<bos>"])
 def test_command_feeds_bos_and_prints_the_text_alone(checkpoint_dir, capsys, monkeypatch, bos):
-    write_special_tokens(checkpoint_dir, bos=bos)
+    save_byte_tokenizer(checkpoint_dir, bos=bos)
     tokenizer = Tokenizer(checkpoint_dir)
     seen = []
 
@@ -288,8 +277,8 @@ def test_command_feeds_bos_and_prints_the_text_alone(checkpoint_dir, capsys, mon
 
     monkeypatch.setattr(llm_module, "stream", continue_with_text)
     setup(checkpoint_dir, "d")
-    # 258 ids are in use, of the 300 that the model has.
-    assert seen == [([257] * (bos is not None) + tokenizer.encode("d"), {256}, 258)]
+    # 259 ids are in use, of the 300 that the model has.
+    assert seen == [([257] * (bos is not None) + tokenizer.encode("d"), {256}, 259)]
     assert capsys.readouterr().out == "día\n"
 
 

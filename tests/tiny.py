@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer as HFTokenizer
-from tokenizers import models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -142,4 +143,17 @@ def save_tokenizer(folder: Path, num_words: int = 60) -> str:
     processor.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     processor.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    return str(folder)
+
+
+def save_byte_tokenizer(folder: Path, bos: str | None = None, chat_template: str | None = None) -> str:
+    """A folder with a tokenizer that has an id per byte, and the special tokens <eos> (256), <bos> and <end>."""
+    folder.mkdir(parents=True, exist_ok=True)
+    processor = HFTokenizer(models.BPE(vocab={c: i for i, c in enumerate(sorted(ByteLevel.alphabet()))}, merges=[]))
+    processor.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    processor.decoder = decoders.ByteLevel()
+    processor.add_special_tokens(["<eos>", "<bos>", "<end>"])
+    processor.save(str(folder / "tokenizer.json"))
+    config = {"eos_token": "<eos>", "bos_token": bos, "chat_template": chat_template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return str(folder)
