@@ -34,6 +34,7 @@ COMMANDS = {
         "litce.recipes.adapter_v2:setup", "finetune LLaMA-Adapter V2", "finetune/demo/adapter_v2"
     ),
     "generate": Command("litce.generate:setup", "continue a prompt", positional=("checkpoint_dir",)),
+    "chat": Command("litce.chat:setup", "talk to a finetuned model", positional=("checkpoint_dir",)),
     "evaluate": Command(
         "litce.tools.evaluate:setup", "loss, perplexity and accuracy on any data", positional=("checkpoint_dir",)
     ),

@@ -11,6 +11,7 @@ from torch import Tensor
 from litce.config import Config
 from litce.kv_cache import KVCache
 from litce.model import GPT
+from litce.peft import METHODS
 from litce.tools.model_parity import CASES, TOLERANCE
 
 LENGTH = 40
@@ -57,6 +58,24 @@ def test_cached_is_uncached(case: str, pieces: list[int]) -> None:
     gpt, idx = model(case), tokens()
     expected = gpt(idx).detach()
     error = (step_by_step(gpt, idx, pieces) - expected).abs().max() / expected.abs().max()
+    assert error <= TOLERANCE
+
+
+@pytest.mark.parametrize("method", ["lora", "adapter", "adapter_v2"])
+@pytest.mark.parametrize("case", ["gpt2", "qwen3", "gemma2"])
+def test_cached_is_uncached_in_a_finetuned_model(case: str, method: str) -> None:
+    options = {"start_layer": 0} if method.startswith("adapter") else {}
+    gpt, before = fresh(case), model(case)(tokens()).detach()
+    METHODS[method](**options).prepare(gpt)
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for parameter in gpt.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    gpt.eval()
+    expected = gpt(tokens()).detach()
+    assert (expected - before).abs().max() > 0.01
+    error = (step_by_step(gpt, tokens(), [17] + [1] * 23) - expected).abs().max() / expected.abs().max()
     assert error <= TOLERANCE
 
 

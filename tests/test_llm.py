@@ -4,38 +4,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 import litce
 from litce.args import UsageError
-from litce.config import Config
 from litce.generate import generate
 from litce.llm import LLM, TextStream
-from litce.model import GPT
 from litce.prompts import Chat
 from litce.tokenizer import Tokenizer
-from tests.tiny import save_byte_tokenizer
-
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}<end>\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
+from tests.tiny import save_byte_model, save_byte_tokenizer
 
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """A random model with ids that stand for bytes."""
-    save_byte_tokenizer(tmp_path, chat_template=TEMPLATE)
-    config = Config(block_size=64, vocab_size=259, padded_vocab_size=270, n_layer=2, n_head=2, n_embd=32)
-    config.save(tmp_path / "model_config.yaml")
-    torch.manual_seed(0)
-    model = GPT(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" not in name and "ln_f" not in name:
-                parameter.normal_(std=0.5)
-    save_file(model.state_dict(), tmp_path / "lit_model.safetensors")
-    return tmp_path
+    return save_byte_model(tmp_path)
 
 
 @pytest.fixture
