@@ -34,6 +34,10 @@ COMMANDS = {
         "litce.recipes.adapter_v2:setup", "finetune LLaMA-Adapter V2", "finetune/demo/adapter_v2"
     ),
     "generate": Command("litce.generate:setup", "continue a prompt", positional=("checkpoint_dir",)),
+    "chat": Command("litce.chat:setup", "talk to a finetuned model", positional=("checkpoint_dir",)),
+    "evaluate": Command(
+        "litce.tools.evaluate:setup", "loss, perplexity and accuracy on any data", positional=("checkpoint_dir",)
+    ),
     "merge_lora": Command("litce.tools.merge_lora:setup", "merge LoRA weights", positional=("checkpoint_dir",)),
     "convert_from_hf": Command(
         "litce.tools.convert_hf:convert_from_hf", "use a model from Hugging Face", positional=("directory",)

@@ -14,6 +14,7 @@ from litce.loss.linear_cross_entropy import run_plan
 from litce.loss.options import LossOptions
 from litce.loss.plan import CrossEntropyPlan, plan_cross_entropy
 from litce.loss.sampling import sample_tokens_chunked
+from litce.loss.token_stats import TokenStats, linear_token_stats
 
 
 class LMHead(nn.Linear):
@@ -94,4 +95,20 @@ class LMHead(nn.Linear):
             vocab_size=self.vocab_size,
             project_in_fp32=self.fp32,
             num_supervised=num_supervised,
+        )
+
+    def token_stats(self, x: Tensor, targets: Tensor) -> TokenStats:
+        """Loss, correctness, entropy and best token of each of `targets` (...), -100 ignored, behind `x` (..., D).
+
+        A tile of logits is alive at a time. Nothing is differentiated.
+        """
+        weight, bias = self.projection()
+        return linear_token_stats(
+            x,
+            weight[: self.vocab_size],
+            targets,
+            linear_bias=None if bias is None else bias[: self.vocab_size],
+            logit_softcap=self.options.logit_softcap,
+            logit_scale=self.options.logit_scale,
+            project_in_fp32=self.fp32,
         )

@@ -5,6 +5,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from litce.config import Config, RopeScaling
+from litce.kv_cache import KVCache, LayerCache
 from litce.lm_head import LMHead
 from litce.loss.options import LossOptions
 
@@ -37,6 +39,7 @@ class GPT(nn.Module):
             options=LossOptions(logit_softcap=config.logit_softcap, logit_scale=config.logit_scale),
         )
         self._max_seq_length = config.block_size
+        self.kv_cache: KVCache | None = None
         if config.tie_embeddings:
             self.tie_weights()
             self.register_state_dict_post_hook(_drop_tied_head)
@@ -50,6 +53,8 @@ class GPT(nn.Module):
         *,
         num_supervised: int | None = None,
         sample: float | None = None,
+        input_pos: Tensor | None = None,
+        num_padding: Tensor | None = None,
     ) -> Tensor:
         """Logits of the next token, or their summed cross-entropy.
 
@@ -58,6 +63,11 @@ class GPT(nn.Module):
             targets: the id that follows each token of `idx`, int64, (B, T); -100 where nothing is to be predicted.
             num_supervised: the number of the other targets where the host knows it; a GPU skips the ignored ones.
             sample: temperature at which to draw a next token for each position.
+            input_pos: indices of the tokens in their sequences, int64, (T,), one after the other; those before them
+                are read from the KV cache, and these are written to it. Best on the CPU: the host reads it. Nothing
+                is differentiated then.
+            num_padding: how many tokens at the start of each sequence are padding, which no other token sees and
+                positions do not count, int64, (B,); what is computed for them means nothing. None: 0.
 
         Returns:
             Without targets the logits, (B, T, padded_vocab_size). With targets the cross-entropy in nats summed over
@@ -66,19 +76,52 @@ class GPT(nn.Module):
 
         Raises:
             ValueError: if T exceeds `max_seq_length`.
+            RuntimeError: if `input_pos` does not fit the KV cache.
         """
-        x = self.hidden_states(idx)
-        return self.lm_head(x, targets, num_supervised=num_supervised, sample=sample)
+        with torch.no_grad() if input_pos is not None else nullcontext():
+            x = self.hidden_states(idx, input_pos=input_pos, num_padding=num_padding)
+            return self.lm_head(x, targets, num_supervised=num_supervised, sample=sample)
 
-    def hidden_states(self, idx: Tensor) -> Tensor:
-        """The head's input, (B, T, n_embd), for token ids `idx`, int64, (B, T).
-
-        Raises:
-            ValueError: if T exceeds `max_seq_length`.
-        """
+    def hidden_states(
+        self, idx: Tensor, *, input_pos: Tensor | None = None, num_padding: Tensor | None = None
+    ) -> Tensor:
+        """The head's input, (B, T, n_embd), for arguments as of `forward`, which says what it raises."""
         if idx.size(1) > self.max_seq_length:
             raise ValueError(f"sequence of {idx.size(1)} tokens is longer than max_seq_length={self.max_seq_length}")
-        return self.transformer(idx)
+        if input_pos is None:
+            return self.transformer(idx, num_padding=num_padding)
+        if self.kv_cache is None:
+            raise RuntimeError("input_pos without a KV cache; call set_kv_cache(batch_size) first")
+        with torch.no_grad():
+            start = self.kv_cache.begin(idx, input_pos, self.max_seq_length)
+            x = self.transformer(idx, start=start, num_padding=num_padding, cache=self.kv_cache)
+            self.kv_cache.num_tokens = start + idx.size(1)
+            return x
+
+    def set_kv_cache(self, batch_size: int, max_seq_length: int | None = None) -> None:
+        """Make an empty cache of keys and values for `forward` with `input_pos`, in place of the one there was.
+
+        That one is freed first. The cache lies on the device of the weights and has their dtype, and no forward without
+        `input_pos` reads it. To grow, call this again: what was cached has to be computed anew.
+
+        Args:
+            batch_size: sequences at a time.
+            max_seq_length: positions of a sequence; the model's `max_seq_length` when not given.
+
+        Raises:
+            ValueError: if it exceeds the model's `max_seq_length`, or one of the two is below 1.
+        """
+        self.clear_kv_cache()
+        length = self.max_seq_length if max_seq_length is None else max_seq_length
+        if not 1 <= length <= self.max_seq_length:
+            raise ValueError(f"max_seq_length: must lie in [1, {self.max_seq_length}], that of the model, got {length}")
+        if batch_size < 1:
+            raise ValueError(f"batch_size: must be at least 1, got {batch_size}")
+        self.kv_cache = KVCache(self.config, batch_size, length, self.max_seq_length, self.transformer.wte.weight)
+
+    def clear_kv_cache(self) -> None:
+        """Free the cache of keys and values, if there is one."""
+        self.kv_cache = None
 
     @property
     def max_seq_length(self) -> int:
@@ -143,8 +186,12 @@ class Transformer(nn.Module):
         self.h = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = make_norm(config, config.n_embd)
 
-    def forward(self, idx: Tensor) -> Tensor:
-        positions = torch.arange(idx.size(1), device=idx.device)
+    def forward(
+        self, idx: Tensor, *, start: int = 0, num_padding: Tensor | None = None, cache: KVCache | None = None
+    ) -> Tensor:
+        """Hidden states of the tokens `idx`, of which the first stands at the index `start`; see `GPT.forward`."""
+        indices = torch.arange(start + idx.size(1), device=idx.device)
+        positions = indices[start:] if num_padding is None else (indices[start:] - num_padding[:, None]).clamp(min=0)
         x = self.wte(idx)
         if self.config.scale_embeddings:
             # Rounded to the activations' dtype first, as in the training of the models that have it.
@@ -152,9 +199,15 @@ class Transformer(nn.Module):
         if self.config.positions == "learned":
             x = x + self.wpe(positions)
         windowed = [self.config.has_window(i) for i in range(self.config.n_layer)]
-        surroundings = {kind: make_surroundings(self.config, positions, kind) for kind in set(windowed)}
-        for block, kind in zip(self.h, windowed, strict=True):
-            x = block(x, surroundings[kind])
+        surroundings = {
+            kind: Surroundings(
+                rope_cos_sin(self.config, positions, kind) if self.config.positions == "rope" else None,
+                make_mask(self.config, indices, start, kind, num_padding),
+            )
+            for kind in set(windowed)
+        }
+        for i, (block, kind) in enumerate(zip(self.h, windowed, strict=True)):
+            x = block(x, surroundings[kind], None if cache is None else cache.layer(i, start))
         return self.ln_f(x)
 
 
@@ -162,18 +215,30 @@ class Surroundings(NamedTuple):
     """What all layers of a kind, with or without a sliding window, know about the positions of a sequence."""
 
     rope: tuple[Tensor, Tensor] | None
-    """Cosines and sines of the rotary angles, each fp32, (T, rotary_size / 2)."""
+    """Cosines and sines of the rotary angles, each fp32, (T, rotary_size / 2) or (B, 1, T, rotary_size / 2)."""
     mask: Tensor | None
-    """Which keys each query sees, bool, (T, T); None: all up to its own."""
+    """Which keys each query sees, bool, (T, S) or (B, 1, T, S); None: all up to its own."""
 
 
-def make_surroundings(config: Config, positions: Tensor, windowed: bool) -> Surroundings:
-    """For the tokens at `positions`, int64, (T,), in layers with (`windowed`) or without a sliding window."""
-    rope = rope_cos_sin(config, positions, windowed) if config.positions == "rope" else None
-    queries = positions[:, None]
-    if windowed and config.sliding_window is not None and positions.numel() > config.sliding_window:
-        return Surroundings(rope, (positions <= queries) & (positions > queries - config.sliding_window))
-    return Surroundings(rope, None if config.attention_softcap is None else positions <= queries)
+def make_mask(
+    config: Config, indices: Tensor, start: int, windowed: bool, num_padding: Tensor | None = None
+) -> Tensor | None:
+    """Which keys each query sees in layers with (`windowed`) or without a sliding window, as `Surroundings.mask`.
+
+    The keys stand at `indices`, int64, (S,), counted from 0, and the queries are those from the index `start` on; of
+    each sequence the first `num_padding`, int64, (B,), are padding.
+    """
+    window = config.sliding_window if windowed else None
+    queries = indices[start:, None]
+    mask = indices <= queries
+    if window is not None and len(indices) > window:
+        mask = mask & (indices > queries - window)
+    elif num_padding is None and config.attention_softcap is None and (start == 0 or len(queries) == 1):
+        return None
+    if num_padding is None:
+        return mask
+    # Padding sees itself: a softmax over nothing would be nan, and 0 * nan is nan in the layers above.
+    return (mask & (indices >= num_padding[:, None, None]) | (indices == queries))[:, None]
 
 
 class Block(nn.Module):
@@ -189,8 +254,8 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.post_norm_2 = make_norm(config, config.n_embd) if config.post_norms else nn.Identity()
 
-    def forward(self, x: Tensor, surroundings: Surroundings) -> Tensor:
-        attended = x + self.post_norm_1(self.attn(self.norm_1(x), surroundings))
+    def forward(self, x: Tensor, surroundings: Surroundings, cache: LayerCache | None = None) -> Tensor:
+        attended = x + self.post_norm_1(self.attn(self.norm_1(x), surroundings, cache))
         mlp_input = x if self.parallel_residual else attended
         return attended + self.post_norm_2(self.mlp(self.norm_2(mlp_input)))
 
@@ -218,31 +283,40 @@ class CausalSelfAttention(nn.Module):
         self.norm_k = make_norm(config, config.head_size) if config.qk_norm else nn.Identity()
         self.proj = nn.Linear(q_size, config.n_embd, bias=config.bias)
 
-    def forward(self, x: Tensor, surroundings: Surroundings) -> Tensor:
+    def forward(self, x: Tensor, surroundings: Surroundings, cache: LayerCache | None = None) -> Tensor:
         q, k, v = (self._split_heads(projection(x)) for projection in (self.q, self.k, self.v))
         q, k = self.norm_q(q), self.norm_k(k)
         if surroundings.rope is not None:
             q, k = apply_rope(q, *surroundings.rope), apply_rope(k, *surroundings.rope)
+        if cache is not None:
+            k, v = cache.extend(k, v)
         return self.proj(self.attend(q, k, v, surroundings.mask).transpose(1, 2).flatten(2))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         """Mix `v` by the softmax of the scores of `q` (B, n_head, T, head_size) against `k`; shaped like `q`.
 
-        `k` and `v` are (B, n_query_groups, S, head_size). `mask` says which keys each query sees, bool, (T, S); None
-        stands for those up to its own position.
+        `k` and `v` are (B, n_query_groups, S, head_size). `mask` says which keys each query sees, bool, (T, S) or
+        (B, 1, T, S); None stands for those up to its own position, and a single query stands at the last.
         """
-        if self.heads_per_group > 1:
+        single = q.size(2) == 1
+        if single:
+            # The heads of a group read the same keys: as queries of one head they need no copies of them.
+            q = q.reshape(len(q), k.size(1), -1, self.head_size)
+        elif self.heads_per_group > 1:
             # Not enable_gqa: some of SDPA's backends lack it, and the fallback would hold the (T, T) scores.
             k, v = (x.repeat_interleave(self.heads_per_group, dim=1) for x in (k, v))
         if self.softcap is None:
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale)
-        # Recomputed in backward, so that the scores of one layer are alive at a time, and not those of all.
-        return checkpoint(
-            softcapped_attention,
-            *(q, k, v, mask, self.scale, self.softcap),
-            use_reentrant=False,
-            preserve_rng_state=False,
-        )
+            is_causal = mask is None and not single
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=self.scale)
+        else:
+            # Recomputed in backward, so that the scores of one layer are alive at a time, and not those of all.
+            y = checkpoint(
+                softcapped_attention,
+                *(q, k, v, mask, self.scale, self.softcap),
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
+        return y.flatten(1, 2).unsqueeze(2) if single else y
 
     def _split_heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
@@ -255,7 +329,7 @@ def softcapped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: f
         q: (B, heads, T, head_size).
         k: (B, heads, S, head_size).
         v: like k.
-        mask: which keys each query sees, bool, (T, S).
+        mask: which keys each query sees, bool, (T, S) or (B, 1, T, S).
         scale: factor of the products of queries and keys.
         softcap: bound of the scores.
 
@@ -310,14 +384,14 @@ def make_norm(config: Config, num_features: int) -> nn.Module:
 
 
 def rope_cos_sin(config: Config, positions: Tensor, windowed: bool = False) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of the rotary angles (Su et al. 2021, equation 15), each fp32, (T, rotary_size / 2).
+    """Cosines and sines of the rotary angles (Su et al. 2021, equation 15), fp32, (T, rotary_size / 2) each.
 
     They follow from the configuration alone and cost next to nothing beside one block, so they are no buffers: a
     buffer would be rounded by a cast of the model to bf16 and hold garbage after leaving the meta device.
 
     Args:
         config: gives base, rotated features and scaling.
-        positions: int64, (T,).
+        positions: int64, (T,); or (B, T), for angles that are (B, 1, T, rotary_size / 2).
         windowed: for layers with a sliding window, which may have a base of their own and then no scaling.
     """
     local = windowed and config.rope_local_base is not None
@@ -327,7 +401,9 @@ def rope_cos_sin(config: Config, positions: Tensor, windowed: bool = False) -> t
     frequencies = base ** -(exponents / config.rotary_size)
     if config.rope_scaling is not None and not local:
         frequencies = scale_rope_frequencies(frequencies, config.rope_scaling)
-    angles = positions.float()[:, None] * frequencies
+    angles = positions.float()[..., None] * frequencies
+    if positions.ndim == 2:
+        angles = angles[:, None]
     return angles.cos(), angles.sin()
 
 
@@ -351,7 +427,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Args:
         x: queries or keys, (B, heads, T, head_size).
-        cos: (T, rotary_size / 2), fp32; so the rotation is fp32 whatever the dtype of x.
+        cos: (T, rotary_size / 2) or (B, 1, T, rotary_size / 2), fp32; so the rotation is fp32 whatever the dtype of x.
         sin: like `cos`.
 
     Returns:

@@ -204,6 +204,18 @@ class Chat(PromptStyle):
         except Exception as error:  # a template is a program, and fails in every way that programs do
             raise ValueError(f"is refused by the chat template in {self.path}: {error}; change one of them") from error
 
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Ids that end a reply: those that end a text, and the special token that the template writes behind one."""
+        reply = "litce"
+        try:
+            messages = [_user_message("0", ""), {"role": "assistant", "content": reply}]
+            text = self.render(messages, add_generation_prompt=False)
+        except ValueError:
+            return self.tokenizer.stop_ids
+        end = self.tokenizer.encode(text.rpartition(reply)[2].lstrip())[:1]
+        return self.tokenizer.stop_ids | (self.tokenizer.special_ids & frozenset(end))
+
     def _turn(self, messages: Sequence[Message], number: int) -> Turn:
         """The last reply of `messages`, and everything before it."""
         prompt = self.render(messages[:-1], add_generation_prompt=True)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Sequence
 from functools import cached_property
@@ -92,6 +93,53 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, special tokens included, so that decoding loses nothing that a byte-level encoding kept."""
         return self.processor.decode(list(ids), skip_special_tokens=False)
+
+    @cached_property
+    def stop_ids(self) -> frozenset[int]:
+        """Ids that end a text: the end of sequence, and what generation_config.json names beside it.
+
+        Raises:
+            UsageError: generation_config.json cannot be read.
+        """
+        named = self._read_json("generation_config.json").get("eos_token_id")
+        named = named if isinstance(named, list) else [named]
+        return frozenset(i for i in (self.eos_id, *named) if isinstance(i, int))
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that stand for no text."""
+        return frozenset(i for i, token in self.processor.get_added_tokens_decoder().items() if token.special)
+
+    @cached_property
+    def needed_vocab_size(self) -> int:
+        """Ids that a model has to have: those of text and those that begin and end one.
+
+        Other special tokens may be missing: Gemma 3's tokenizer has one for images, which its text models lack.
+        """
+        ids = {*self.processor.get_vocab(with_added_tokens=True).values()} - self.special_ids
+        return 1 + max(ids | {i for i in (self.bos_id, self.eos_id) if i is not None}, default=-1)
+
+    @cached_property
+    def num_bytes(self) -> list[int]:
+        """Bytes of UTF-8 that each id in [0, vocab_size) stands for in a text; 0 for special tokens and holes.
+
+        A space that the tokenizer puts before a text counts as one of it.
+        """
+        parts = json.dumps({key: json.loads(self.processor.to_str()).get(key) for key in ("pre_tokenizer", "decoder")})
+        byte_level = '"ByteLevel"' in parts
+        sizes = [0] * self.vocab_size
+        for token, token_id in self.processor.get_vocab(with_added_tokens=True).items():
+            if token_id in self.special_ids or token_id in (self.bos_id, self.eos_id):
+                sizes[token_id] = 0
+            elif token_id in self._added_ids:
+                sizes[token_id] = len(token.encode())
+            elif byte_level:  # a character for each byte
+                sizes[token_id] = len(token)
+            elif re.fullmatch("<0x[0-9A-F]{2}>", token):  # what is no character of the vocabulary, byte by byte
+                sizes[token_id] = 1
+            else:
+                sizes[token_id] = len(token.replace("\u2581", " ").encode())  # the mark of a space
+        return sizes
 
     @property
     def chat_template(self) -> tuple[Path, str] | None:

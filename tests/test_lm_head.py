@@ -167,3 +167,33 @@ def test_samples_follow_scaled_and_capped_logits():
         shares = head(x, sample=1.0).bincount(minlength=6) / len(x)
     # Five standard deviations of a share; the plain logits' shares are far off.
     assert ((shares - expected).abs() <= 5 * (expected * (1 - expected) / len(x)).sqrt()).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"bias": True},
+        {"vocab_size": 250},
+        {"bias": True, "vocab_size": 250, "options": LossOptions(logit_softcap=3.0, logit_scale=0.5)},
+        {"fp32": True},
+    ],
+)
+def test_token_stats_are_those_of_the_logits(dtype, arguments):
+    head = make_head("cut", **arguments).to(dtype)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            # Far from the rows before, so that padding in the softmax would show.
+            parameter[250:] *= 20
+    x, targets = inputs(250)
+    x = x.detach() if arguments.get("fp32") else x.detach().to(dtype)
+    logits = F.linear(x.double(), *(parameter.detach().double() for parameter in head.parameters()))
+    logits = head.options.transform(logits)[..., : head.vocab_size]
+    keep = targets != -100
+    stats = head.token_stats(x, targets)
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+    assert relative_error(stats.loss, expected) < 1e-6
+    assert torch.equal(stats.correct, keep & (logits.argmax(-1) == targets))
+    with torch.no_grad():
+        assert relative_error(stats.loss.sum(), head(x, targets)) < 1e-5

@@ -199,6 +199,21 @@ def test_replies_end_as_the_template_ends_them(
     assert ids[: is_reply.index(True)] == tokenizer.encode(start)
 
 
+@pytest.mark.parametrize(
+    ("template", "eos", "ends"),
+    [(CHATML, END, {END}), (CHATML, EOS, {EOS, END}), (TURNS, EOS, {EOS}), (OTHER_END, EOS, {EOS, END})],
+)
+def test_a_reply_stops_where_the_template_ends_it(tmp_path: Path, template: str, eos: str, ends: set[str]) -> None:
+    tokenizer = tokenizer_of(tmp_path, template=template, eos=eos, bos="<s>")
+    assert Chat(tokenizer).stop_ids == {tokenizer.processor.token_to_id(end) for end in ends}
+
+
+def test_a_template_without_an_end_or_for_other_messages_leaves_the_end_of_text(tmp_path: Path) -> None:
+    for template in ("{{ messages[-1].content }}", "{{ raise_exception('no') }}", "nothing"):
+        tokenizer = tokenizer_of(tmp_path, template=template, eos=EOS)
+        assert Chat(tokenizer).stop_ids == {tokenizer.eos_id}
+
+
 def test_replies_that_are_read_otherwise_later_are_conversations_of_their_own(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(tmp_path, template=REASONING)
     style = Chat(tokenizer)

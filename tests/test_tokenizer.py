@@ -2,12 +2,13 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers.processors import TemplateProcessing
 
 from litce.args import UsageError
 from litce.tokenizer import Tokenizer
+from tests.tiny import save_byte_tokenizer
 
 VOCAB = {"a": 0, "b": 1, "</s>": 2, "<s>": 3, "<end>": 9}
 
@@ -130,3 +131,57 @@ def test_special_tokens_are_those_of_the_configuration_files(tmp_path: Path) -> 
 def test_pieces_are_encoded_alone_where_no_space_is_put_before_a_text(tmp_path: Path) -> None:
     tokenizer = Tokenizer(write(tmp_path))
     assert tokenizer.encode_pieces([["a b", "b"], [], ["", "a"]]) == [[[0, 1], [1]], [], [[], [0]]]
+
+
+def test_stop_ids_are_all_that_the_configuration_files_name(tmp_path: Path) -> None:
+    end = {"eos_token": "<end>"}
+    assert Tokenizer(write(tmp_path / "a", tokenizer_config=end)).stop_ids == {9}
+    both = write(tmp_path / "b", tokenizer_config=end, generation_config={"eos_token_id": [0, 9]})
+    assert Tokenizer(both).stop_ids == {0, 9}
+    one = write(tmp_path / "c", tokenizer_config=end, generation_config={"eos_token_id": 1})
+    assert Tokenizer(one).stop_ids == {1, 9}
+    assert Tokenizer(write(tmp_path / "d", {"a": 0, "b": 1})).stop_ids == frozenset()
+
+
+def bpe(kind: str) -> HFTokenizer:
+    """A trained BPE, byte-level as GPT-2's, or with spaces as marks and bytes for rare characters as Llama 2's."""
+    texts = ["def f(x): return día + naïve", "the theme of the thesis", "日本"] * 3
+    if kind == "byte-level":
+        processor = HFTokenizer(models.BPE())
+        processor.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        processor.decoder = decoders.ByteLevel()
+        alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<eos>"]
+    else:
+        processor = HFTokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+        processor.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first" if kind == "prefix" else "never")
+        processor.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback()])
+        alphabet, special = [], ["<unk>", "<eos>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, initial_alphabet=alphabet, special_tokens=special, show_progress=False
+    )
+    processor.train_from_iterator(texts, trainer)
+    state = json.loads(processor.to_str())
+    state["added_tokens"] = [token for token in state["added_tokens"] if not token["content"].startswith("<0x")]
+    processor = HFTokenizer.from_str(json.dumps(state))
+    processor.add_tokens(["    "])
+    return processor
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "metaspace", "prefix"])
+def test_bytes_of_ids_add_up_to_those_of_the_text(tmp_path: Path, kind: str) -> None:
+    bpe(kind).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path)
+    for text in ("def f(the): día 日本語", "été 🎉", "a    b"):
+        ids = tokenizer.encode(text, eos=False)
+        assert len(ids) < len(text.encode()) or "🎉" in text
+        size = sum(tokenizer.num_bytes[i] for i in ids)
+        assert size == len(text.encode()) + (kind == "prefix")
+    assert tokenizer.num_bytes[tokenizer.processor.token_to_id("<eos>")] == 0
+
+
+def test_a_model_may_lack_special_tokens_that_no_text_begins_or_ends_with(tmp_path: Path) -> None:
+    # The bytes, <eos>, <bos> and <end>.
+    for bos, needed in ((None, 257), ("<bos>", 258), ("<end>", 259)):
+        tokenizer = Tokenizer(save_byte_tokenizer(tmp_path, bos=bos))
+        assert tokenizer.vocab_size == 259 and tokenizer.needed_vocab_size == needed
+    assert Tokenizer(write(tmp_path / "words", tokenizer_config={"eos_token": "a"})).needed_vocab_size == 10

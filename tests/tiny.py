@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer as HFTokenizer
-from tokenizers import models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from litce.args import EvalArgs, TrainArgs
+from litce.config import Config
 from litce.data.base import DataModule, Sample
+from litce.model import GPT
 from litce.peft import FinetuneMethod, Full
 from litce.recipes.pretrain import setup
 from litce.tokenizer import Tokenizer
@@ -143,3 +147,40 @@ def save_tokenizer(folder: Path, num_words: int = 60) -> str:
     processor.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
     return str(folder)
+
+
+def save_byte_tokenizer(folder: Path, bos: str | None = None, chat_template: str | None = None) -> str:
+    """A folder with a tokenizer that has an id per byte, and the special tokens <eos> (256), <bos> and <end>."""
+    folder.mkdir(parents=True, exist_ok=True)
+    processor = HFTokenizer(models.BPE(vocab={c: i for i, c in enumerate(sorted(ByteLevel.alphabet()))}, merges=[]))
+    processor.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    processor.decoder = decoders.ByteLevel()
+    processor.add_special_tokens(["<eos>", "<bos>", "<end>"])
+    processor.save(str(folder / "tokenizer.json"))
+    config = {"eos_token": "<eos>", "bos_token": bos, "chat_template": chat_template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}<end>\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def save_byte_model(folder: Path, block_size: int = 64) -> Path:
+    """A folder with a random model over `save_byte_tokenizer`, and a chat template."""
+    save_byte_tokenizer(folder, chat_template=CHAT_TEMPLATE)
+    size = {"block_size": block_size, "n_layer": 2, "n_head": 2, "n_embd": 32}
+    config = Config(vocab_size=259, padded_vocab_size=270, tie_embeddings=False, **size)
+    config.save(folder / "model_config.yaml")
+    torch.manual_seed(0)
+    model = GPT(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name and "ln_f" not in name:
+                parameter.normal_(std=0.5)
+        # It writes the 94 visible characters of ASCII: others are no character alone, and not read as they are written.
+        model.lm_head.weight[94:] = 0
+    save_file(model.state_dict(), folder / "lit_model.safetensors")
+    return folder

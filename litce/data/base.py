@@ -156,17 +156,26 @@ class ResumableSampler(Sampler[int]):
 
 
 class _WithPadding(Dataset[Sample]):
-    """`dataset`, plus the masked sample that keeps ranks in step."""
+    """`dataset`, its ids checked, plus the masked sample that keeps ranks in step."""
 
-    def __init__(self, dataset: Dataset[Sample]) -> None:
+    def __init__(self, dataset: Dataset[Sample], vocab_size: int | None) -> None:
         self.dataset = dataset
+        self.vocab_size = vocab_size
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]  # torch's Dataset declares no __len__
 
     def __getitem__(self, index: int) -> Sample:
         if index != PADDING_SAMPLE:
-            return self.dataset[index]
+            sample = self.dataset[index]
+            for ids in sample.values():
+                if self.vocab_size is not None and ids.numel() and int(ids.max()) >= self.vocab_size:
+                    raise UsageError(
+                        f"--data: sample {index} holds the token id {int(ids.max())}, and the model has "
+                        f"{self.vocab_size} ids; use the model's own tokenizer, and no text of special tokens that the "
+                        "model lacks"
+                    )
+            return sample
         sample = self.dataset[0]
         return {**sample, "targets": torch.full_like(sample["targets"], IGNORE_INDEX)}
 
@@ -180,8 +189,11 @@ def make_dataloader(
     seed: int,
     rank: int,
     world_size: int,
+    vocab_size: int | None = None,
 ) -> DataLoader[Sample]:
     """Batches of `dataset`, {"input_ids", "targets"} of int64 (B, T), read through a `ResumableSampler`.
+
+    With `vocab_size` an id from there on raises `UsageError` when its sample is read.
 
     The sampler is the loader's `.sampler`; its position applies from the next `iter(loader)`. The last batch of an
     epoch may be smaller. The order does not depend on `data.num_workers`.
@@ -189,7 +201,7 @@ def make_dataloader(
     if data.num_workers > 0:
         # Forked workers must not touch the thread pool of a tokenizer that this process has used.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    samples = _WithPadding(dataset)
+    samples = _WithPadding(dataset, vocab_size)
     return DataLoader(
         samples,
         batch_size=batch_size,

@@ -37,6 +37,7 @@ def linear_token_stats(
     logit_softcap: float | None = None,
     logit_scale: float = 1.0,
     memory_budget_bytes: int = DEFAULT_BUDGET_BYTES,
+    project_in_fp32: bool = False,  # whatever the dtype of the weight
 ) -> TokenStats:
     """Return statistics of each target under `softmax(linear(input))`, a tile of logits at a time.
 
@@ -48,11 +49,12 @@ def linear_token_stats(
     """
     check_operands(input, linear_weight, target, linear_bias)
     target = checked_targets(target, len(linear_weight), ignore_index)
+    wide = torch.promote_types(linear_weight.dtype, torch.float32)
     settings = LossSettings(
         ignore_index,
         LossOptions(logit_softcap=logit_softcap, logit_scale=logit_scale),
-        dtype=operand_dtype(linear_weight),
-        input_dtype=linear_weight.dtype,
+        dtype=wide if project_in_fp32 else operand_dtype(linear_weight),
+        input_dtype=wide if project_in_fp32 else linear_weight.dtype,
         vocab_size=len(linear_weight),
     )
     rows, projection = settings.rows(input, target), settings.projection(linear_weight, linear_bias)

@@ -133,6 +133,7 @@ def run(
             seed=seed,
             rank=fabric.global_rank,
             world_size=fabric.world_size,
+            vocab_size=config.vocab_size,
         )
         for dataset, shuffle in ((data.train_dataset(), True), (data.val_dataset(), False))
     )
@@ -264,10 +265,11 @@ def check_tokenizer(tokenizer: Tokenizer | None, task: Task, eval: EvalArgs) -> 
         UsageError: if the vocabulary is larger than the model's, or a prompt has no tokenizer.
     """
     config = task.config
-    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
-        raised = f"raise --model_config.vocab_size to {tokenizer.vocab_size} or " if task.base is None else ""
+    if tokenizer is not None and tokenizer.needed_vocab_size > config.vocab_size:
+        size = tokenizer.needed_vocab_size
+        raised = f"raise --model_config.vocab_size to {size} or " if task.base is None else ""
         raise UsageError(
-            f"the tokenizer has {tokenizer.vocab_size} ids, more than the model's vocab_size {config.vocab_size}; "
+            f"the tokenizer has {size} ids, more than the model's vocab_size {config.vocab_size}; "
             f"{raised}use another tokenizer"
         )
     if eval.prompt is None:
@@ -283,15 +285,12 @@ def sample_text(
     """The prompt and its continuation; neither the model's mode nor a global random number generator changes."""
     gpt = checkpoint.unwrap(model)
     assert isinstance(gpt, GPT)
-    was_training = gpt.training
-    gpt.eval()
-    new_ids = generate(
+    (new_ids,) = generate(
         gpt,
-        prompt_ids,
+        [prompt_ids],
         max_new_tokens=max_new_tokens or max(1, gpt.max_seq_length - len(prompt_ids)),
-        eos_id=tokenizer.eos_id,
-        vocab_size=tokenizer.vocab_size,
+        stop_ids=tokenizer.stop_ids,
+        vocab_size=min(tokenizer.vocab_size, gpt.config.vocab_size),
         generator=torch.Generator(gpt.lm_head.weight.device).manual_seed(seed),
     )
-    gpt.train(was_training)
     return tokenizer.decode(prompt_ids + new_ids)

@@ -246,3 +246,12 @@ def test_no_data_and_negative_workers_are_refused() -> None:
         require_data(NumberedData(num_workers=-1))
     data = NumberedData(num_workers=2)
     assert require_data(data) is data
+
+
+def test_ids_that_the_model_lacks_are_refused_when_they_are_read() -> None:
+    data = NumberedData()
+    options = {"batch_size": 2, "shuffle": False, "seed": 0, "rank": 0, "world_size": 1}
+    loader = make_dataloader(data.val_dataset(), data, vocab_size=NUM_SAMPLES + 1, **options)
+    assert len(list(loader)) == NUM_SAMPLES / 2
+    with pytest.raises(UsageError, match="--data: sample 14 holds the token id 15, and the model has 15 ids; use the"):
+        list(make_dataloader(data.val_dataset(), data, vocab_size=15, **options))

@@ -26,6 +26,7 @@ from tests.tiny import (
     assert_equal_weights,
     logged,
     pretrain,
+    save_byte_tokenizer,
     save_tokenizer,
     train_args,
     weights,
@@ -504,6 +505,17 @@ def test_a_vocabulary_larger_than_the_model_is_refused(tmp_path: Path, no_model:
     folder = save_tokenizer(tmp_path / "tokenizer", num_words=63)
     with pytest.raises(UsageError, match="65 ids, more than the model's vocab_size 64.*_config.vocab_size to 65"):
         pretrain(tmp_path / "run", Numbers(tokenizer_folder=folder))
+
+
+def test_special_tokens_that_no_text_has_may_be_missing(tmp_path: Path) -> None:
+    """The id of <end> is one too many for the model, as that for images is in Gemma 3's tokenizer."""
+    folder = save_byte_tokenizer(tmp_path / "tokenizer", bos="<bos>")
+    data = Numbers(tokenizer_folder=folder)
+    with pytest.raises(UsageError, match="258 ids, more than the model's vocab_size 257"):
+        pretrain(tmp_path / "refused", data, model_config={**MODEL, "vocab_size": 257})
+    eval = EvalArgs(prompt="a", max_new_tokens=30, final_validation=False)
+    model = {**MODEL, "vocab_size": 258, "padded_vocab_size": 264}
+    pretrain(tmp_path / "run", data, model_config=model, eval=eval)
 
 
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path) -> None:
