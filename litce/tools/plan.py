@@ -10,11 +10,13 @@ from rich.status import Status
 
 from litce.args import TrainArgs, UsageError, parse_bytes
 from litce.config import Config
+from litce.peft import Adapter, AdapterV2, Full, LoRA
 from litce.recipes.pretrain import resolve_config
 from litce.tools.plan_report import advice, draw, fits_line, print_table
 from litce.tools.planner import Planner, usable_bytes
 from litce.tools.step_memory import StepMemory
 from litce.training.checkpoint import MODEL_CONFIG
+from litce.training.run import Task
 from litce.training.strategy import Precision
 
 
@@ -22,9 +24,11 @@ def setup(
     model_name: str | None = None,
     model_config: dict[str, Any] | None = None,
     checkpoint_dir: Path | None = None,
-    method: Literal["pretrain", "full"] = "pretrain",
+    method: Literal["pretrain", "full", "lora", "adapter", "adapter_v2"] = "pretrain",
+    lora: LoRA = LoRA(),  # noqa: B008  (never written to, and the command line shows its values)
+    adapter: Adapter = Adapter(),  # noqa: B008
     precision: Precision | None = None,
-    train: TrainArgs = TrainArgs(),  # noqa: B008  (never written to, and the command line shows its values)
+    train: TrainArgs = TrainArgs(),  # noqa: B008
     optimizer: str | dict[str, Any] = "AdamW",
     devices: int = 1,
     memory: int | str | None = None,
@@ -39,7 +43,9 @@ def setup(
         model_name: Named model.
         model_config: Fields of the model, such as --model_config.n_layer 4.
         checkpoint_dir: Checkpoint whose model to plan for; its model_config.yaml is enough.
-        method: What trains.
+        method: What trains: everything, or what the method of the finetune command of that name adds.
+        lora: For --method lora, as for finetuning.
+        adapter: For --method adapter, as for finetuning.
         precision: Dtypes of weights and arithmetic, as for training.
         train: Batches, sequence length and the loss, as for training.
         optimizer: Class of torch.optim or import path, as for training.
@@ -58,13 +64,16 @@ def setup(
         raise UsageError(f"--png {png}: the folder {png.parent} does not exist")
     if devices < 1:
         raise UsageError(f"--devices {devices}: give a number from 1 on")
-    planner = Planner(_model(model_name, model_config, checkpoint_dir), precision, train, optimizer, devices)
+    methods = {"lora": lora, "adapter": adapter, "adapter_v2": AdapterV2()}
+    config = _model(model_name, model_config, checkpoint_dir)
+    task = Task(config, methods.get(method, Full()), lambda gpt: None, tokenizer=None)
+    planner = Planner(task, precision, train, optimizer, devices)
     console = Console(width=None if Console().is_terminal else 120)
     with Status("running the model on tensors without memory", console=Console(stderr=True)):
         memory_of_run = planner.memory(train)
         fitting = None if limit is None else planner.fitting(train, usable_bytes(limit))
     title = (
-        f"{planner.config.name or 'model'}, {method}, {planner.fabric_precision}, {optimizer_name(optimizer)}: "
+        f"{config.name or 'model'}, {method}, {planner.fabric_precision}, {optimizer_name(optimizer)}: "
         f"micro-batch {train.micro_batch_size} x {planner.max_seq_length} tokens, {devices} device(s)"
     )
     print_table(console, title, memory_of_run)

@@ -8,11 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from litce.args import TrainArgs
-from litce.config import Config
 from litce.loss import CrossEntropyPlan
-from litce.recipes.pretrain import resolve_max_seq_length, resolve_plan
 from litce.tools.step_memory import FakeRun, StepMemory
 from litce.training.optim import resolve_optimizer
+from litce.training.run import Task, resolve_max_seq_length, resolve_plan
 from litce.training.strategy import Precision, build_fabric
 
 SEQUENCE_STEP = 64
@@ -30,30 +29,31 @@ class Planner:
 
     def __init__(
         self,
-        config: Config,
+        task: Task,
         precision: Precision | None,
         train: TrainArgs,
         optimizer: str | dict[str, Any],
         devices: int,
     ) -> None:
-        self.config, self.precision, self.devices = config, precision, devices
+        task.method.check(task.config)
+        self.task, self.precision, self.devices = task, precision, devices
         train.accumulation_iters(devices)
-        self.max_seq_length = resolve_max_seq_length(train, config)
+        self.max_seq_length = resolve_max_seq_length(train, task)
         spec = resolve_optimizer(optimizer)
         self._fabric = build_fabric(precision=precision, devices=1, num_nodes=1)
         self.fabric_precision = self._fabric.strategy.precision.precision
         self.loss_plan(train)
-        self._run = FakeRun(config, lambda model: None, spec, self._fabric, devices)
+        self._run = FakeRun(task.config, task.method.prepare, spec, self._fabric, devices)
         self._known: dict[tuple[int, int], StepMemory] = {}
 
     def loss_plan(self, train: TrainArgs) -> CrossEntropyPlan:
         """How the head computes the loss."""
-        max_seq_length = resolve_max_seq_length(train, self.config)
-        return resolve_plan(train, self.config, max_seq_length, self.precision, self._fabric.device)
+        max_seq_length = resolve_max_seq_length(train, self.task)
+        return resolve_plan(train, self.task, max_seq_length, self.precision, self._fabric.device)
 
     def memory(self, train: TrainArgs) -> StepMemory:
         """What the run with these arguments holds."""
-        max_seq_length = resolve_max_seq_length(train, self.config)
+        max_seq_length = resolve_max_seq_length(train, self.task)
         key = train.micro_batch_size, max_seq_length
         if key not in self._known:
             accumulation_iters = train.accumulation_iters(self.devices)
@@ -75,7 +75,7 @@ class Planner:
         if sequence is None:
             lines.append(f"no sequence of {SEQUENCE_STEP} tokens or more fits at micro-batch {train.micro_batch_size}")
         else:
-            limited = ", the model's longest" if sequence == self.config.block_size else ""
+            limited = ", the model's longest" if sequence == self.task.config.block_size else ""
             lines.append(f"longest sequence that fits: {sequence} tokens{limited}: --train.max_seq_length {sequence}")
         return lines
 
@@ -94,7 +94,7 @@ class Planner:
 
     def longest_sequence(self, train: TrainArgs, usable: int) -> int | None:
         """The longest sequence within `usable` bytes, in steps of SEQUENCE_STEP up to the model's longest."""
-        longest = self.config.block_size
+        longest = self.task.config.block_size
         lengths = sorted({*range(SEQUENCE_STEP, longest + 1, SEQUENCE_STEP), longest})
         return largest_fitting(
             lengths, lambda length: self.memory(replace(train, max_seq_length=length)).peak_bytes, usable

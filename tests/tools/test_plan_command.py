@@ -9,6 +9,7 @@ import torch
 
 from litce import cli
 from litce.args import EvalArgs, TrainArgs, UsageError
+from litce.peft import Adapter, LoRA
 from litce.recipes import pretrain
 from litce.tools import plan
 from litce.tools.allocations import allocator_peak_bytes
@@ -74,6 +75,19 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ):
         assert text in printed
     assert png.read_bytes().startswith(b"\x89PNG") and list(tmp_path.iterdir()) == [png]
+
+
+def test_methods_train_less() -> None:
+    options = {"precision": "32-true", "train": TrainArgs(micro_batch_size=1, max_seq_length=64)}
+    peaks = {
+        method: plan.setup("demo", method=method, **options).peak_bytes  # type: ignore[arg-type]
+        for method in ("pretrain", "full", "lora", "adapter", "adapter_v2")
+    }
+    assert peaks["pretrain"] == peaks["full"] > 2 * max(peaks["lora"], peaks["adapter"], peaks["adapter_v2"])
+    wide = plan.setup("demo", method="lora", lora=LoRA(r=512, mlp=True), **options)
+    assert wide.parts["optimizer state"] > 10**6 and wide.peak_bytes > peaks["lora"]
+    with pytest.raises(UsageError, match="--adapter.start_layer 9"):
+        plan.setup("demo", method="adapter", adapter=Adapter(start_layer=9), **options)
 
 
 def test_what_does_not_fit_names_the_part_and_the_option(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,15 +5,17 @@ from typing import Any
 import pytest
 
 from litce.args import TrainArgs
-from litce.recipes import pretrain
+from litce.config import Config
+from litce.peft import Full
 from litce.tools.planner import Planner, largest_fitting, usable_bytes
+from litce.training.run import Task
 
 MODEL = {"name": "small", "block_size": 1000, "vocab_size": 3000, "n_layer": 2, "n_head": 4, "n_embd": 128}
 
 
 def test_the_largest_that_fits_are_the_largest() -> None:
     train = TrainArgs(global_batch_size=48, micro_batch_size=4)
-    planner = Planner(pretrain.resolve_config(None, MODEL, None), "32-true", train, "AdamW", 2)
+    planner = Planner(Task(Config(**MODEL), Full(), lambda gpt: None, None), "32-true", train, "AdamW", 2)
 
     def peak(**changes: int) -> int:
         return planner.memory(TrainArgs(**{"global_batch_size": 48, "micro_batch_size": 4, **changes})).peak_bytes

@@ -9,27 +9,35 @@ from lightning.fabric import Fabric
 from litce.args import TrainArgs, UsageError
 from litce.config import Config
 from litce.model import GPT
-from litce.recipes.pretrain import resolve_plan
+from litce.peft import Adapter, AdapterV2, FinetuneMethod, Full, LoRA
 from litce.tools.allocations import allocator_peak_bytes
 from litce.tools.planned_loss import LOSS_PART
 from litce.tools.step_memory import BACKWARD, FORWARD, STEP, FakeRun, StepMemory
 from litce.training.optim import resolve_optimizer
+from litce.training.run import Task, resolve_plan
 
 
 def predicted_and_measured(
-    config: Config, batch: tuple[int, int], precision: Any = "32-true", optimizer: Any = "AdamW", **train: Any
+    config: Config,
+    batch: tuple[int, int],
+    precision: Any = "32-true",
+    optimizer: Any = "AdamW",
+    method: FinetuneMethod = Full(),  # noqa: B008  (never written to)
+    **train: Any,
 ) -> tuple[StepMemory, int]:
     fabric, spec = Fabric(accelerator="cpu", devices=1, precision=precision), resolve_optimizer(optimizer)
     train.setdefault("cross_entropy_chunk_size", "auto")
     accumulation_iters = train.pop("accumulation_iters", 1)
     args = TrainArgs(micro_batch_size=batch[0], global_batch_size=batch[0] * accumulation_iters, **train)
-    plan = resolve_plan(args, config, batch[1], precision, fabric.device)
+    task = Task(config, method, lambda gpt: None, tokenizer=None)
+    plan = resolve_plan(args, task, batch[1], precision, fabric.device)
 
     def real_run() -> None:
         with fabric.init_module(empty_init=True):
             model = GPT(config)
         model.init_weights()
         model.lm_head.plan = plan
+        method.prepare(model)
         stepper = spec.build(model)
         for _ in range(2):
             batches = [torch.randint(config.vocab_size, (2, *batch)) for _ in range(accumulation_iters)]
@@ -40,7 +48,7 @@ def predicted_and_measured(
             stepper.step()
             stepper.zero_grad()
 
-    predicted = FakeRun(config, lambda model: None, spec, fabric).memory(plan, *batch, accumulation_iters)
+    predicted = FakeRun(config, method.prepare, spec, fabric).memory(plan, *batch, accumulation_iters)
     return predicted, allocator_peak_bytes(real_run)
 
 
@@ -71,6 +79,18 @@ def test_other_families(model: str) -> None:
     assert predicted.peak_bytes == pytest.approx(measured, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    "method",
+    [LoRA(), LoRA(head=True, mlp=True, dora=True, dropout=0.0), Adapter(start_layer=1), AdapterV2()],
+    ids=["lora", "dora", "adapter", "adapter_v2"],
+)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_finetuning(method: FinetuneMethod, precision: str) -> None:
+    config = Config.from_name("SmolLM2-135M", **SMALL)
+    predicted, measured = predicted_and_measured(config, (2, 128), precision, method=method)
+    assert predicted.peak_bytes == pytest.approx(measured, rel=0.05)
+
+
 def test_full_vocabulary() -> None:
     config = Config.from_name("gpt2", n_layer=1, n_embd=192, n_head=3)
     for strategy in ("dense", "auto"):
@@ -96,7 +116,9 @@ def _fake_run(optimizer: Any = "AdamW", prepare: Any = lambda model: None, **opt
 
 
 def _memory(run: FakeRun) -> StepMemory:
-    plan = resolve_plan(TrainArgs(), run.model.config, 16, "32-true", torch.device("cpu"))
+    plan = resolve_plan(
+        TrainArgs(), Task(run.model.config, Full(), lambda gpt: None, None), 16, "32-true", torch.device("cpu")
+    )
     return run.memory(plan, 4, 16, 1)
 
 
