@@ -45,6 +45,7 @@ COMMANDS = {
     "convert_to_hf": Command(
         "litce.tools.convert_hf:convert_to_hf", "use a model with transformers", positional=("directory",)
     ),
+    "plan": Command("litce.tools.plan:setup", "predict the memory of a training run"),
     "bench loss": Command("litce.tools.bench:loss", "measure time and memory of the loss strategies"),
     "bench accuracy": Command("litce.tools.bench_accuracy:accuracy", "measure errors of the loss's gradients"),
     "bench operands": Command(

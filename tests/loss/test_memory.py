@@ -5,7 +5,7 @@ import torch
 
 from litce.loss import host_sync, linear_cross_entropy, plan_cross_entropy
 from litce.loss.plan import DEFAULT_BUDGET_BYTES, SLACK_BYTES
-from tests.loss.memory import peak_new_bytes
+from litce.tools.allocations import peak_new_bytes
 from tests.loss.oracle import make_case
 
 MIB = 2**20
@@ -19,7 +19,7 @@ def extra_bytes(case, frozen=(), **options) -> int:
     def forward_backward():
         linear_cross_entropy(leaves["input"], leaves["weight"], case.target, **options).backward()
 
-    peak = peak_new_bytes(forward_backward, *leaves.values(), case.target)
+    peak = peak_new_bytes(forward_backward)
     return peak - sum(v.grad.nbytes for v in leaves.values() if v.grad is not None)
 
 
@@ -69,7 +69,7 @@ def test_strided_and_masked_inputs_are_not_copied_whole(strategy):
     def forward_backward():
         linear_cross_entropy(x, weight, target, strategy=strategy, chunk_size=32).backward()
 
-    extra = peak_new_bytes(forward_backward, hidden, weight, target) - x.grad.nbytes
+    extra = peak_new_bytes(forward_backward) - x.grad.nbytes
     assert extra < x.nbytes / 4
 
 
@@ -82,7 +82,7 @@ def test_frozen_head_and_no_grad_hold_no_gradient_buffers(strategy):
         with torch.no_grad():
             linear_cross_entropy(case.input, case.weight, case.target, strategy=strategy, chunk_size=8)
 
-    assert peak_new_bytes(validate, case.input, case.weight, case.target) < case.weight.nbytes / 2
+    assert peak_new_bytes(validate) < case.weight.nbytes / 2
 
 
 def _gpu_peak(chunk_size: int | str) -> tuple[int, int, int]:

@@ -14,7 +14,7 @@ from litce.model import GPT
 from litce.tools.convert_hf import INDEX, SINGLE, convert_from_hf, convert_to_hf
 from litce.tools.model_parity import CASES
 from litce.training.checkpoint import WEIGHTS, load_model
-from tests.loss.memory import NewStorages
+from tests.storages import SeenStorages
 from tests.tiny import save_tokenizer
 
 
@@ -295,12 +295,12 @@ def test_memory_holds_one_model_and_one_shard(tmp_path, case, monkeypatch):
     shard = max(path.stat().st_size for path in (tmp_path / "hf").glob("*.safetensors"))
     assert shard < size / 3
 
-    with NewStorages() as mode:
+    with SeenStorages() as mode:
         ours = convert_from_hf(tmp_path / "hf", out_dir=tmp_path / "ours")
     assert size / 8 < mode.peak <= size + shard
 
     limit = 12_000
-    with NewStorages() as mode:
+    with SeenStorages() as mode:
         convert_to_hf(ours, out_dir=tmp_path / "back", max_shard_size=limit)
     largest = max(x.nbytes for x in tensors_of(tmp_path / "hf").values())
     # One file's tensors, and the parts of the one that is being joined.
