@@ -157,8 +157,8 @@ def convert_to_hf(directory: Path, *, out_dir: Path | None = None, max_shard_siz
         if isinstance(method, LoRA):
             return _lora_to_peft(directory, method, base, out_dir)
         raise UsageError(
-            f"{directory} holds weights of the method {method.name}, which have no form for transformers; litce generate "
-            "reads them as they are, and what finetune_full and finetune_lora write can be converted"
+            f"{directory} holds weights of the method {method.name}, which have no form for transformers; litce "
+            "generate reads them as they are, and what finetune_full and finetune_lora write can be converted"
         )
     for name in (WEIGHTS, MODEL_CONFIG):
         if not (directory / name).is_file():
