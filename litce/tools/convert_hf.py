@@ -1,13 +1,15 @@
-"""Checkpoints of Hugging Face to ours and back: `litce convert_from_hf` and `litce convert_to_hf`.
+"""Checkpoints of Hugging Face to ours and back: `litce convert_from_hf` and `litce convert_to_hf`; and PEFT's LoRA.
 
 Tensors are read one by one from memory-mapped files, and keep their bits.
 """
 
+import dataclasses
 import json
 import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +20,21 @@ from torch import Tensor
 
 from litce.args import UsageError, parse_bytes
 from litce.config import Config
+from litce.hf_lora import from_peft, to_peft
 from litce.hf_weights import CONSTANTS, Source, sources
+from litce.model import GPT
+from litce.peft import LoRA
 from litce.tokenizer import FILES as TOKENIZER_FILES
 from litce.tokenizer import Tokenizer
-from litce.training.checkpoint import MODEL_CONFIG, WEIGHTS, fsync, publish
+from litce.training.checkpoint import MODEL_CONFIG, WEIGHTS, fsync, load_weights, publish, require_model
+from litce.training.finetune import open_base
+from litce.training.finetuned import FINETUNE, Base, read_method, write_method
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+PEFT_CONFIG = "adapter_config.json"
+PEFT_WEIGHTS = "adapter_model.safetensors"
 COPIED = (*TOKENIZER_FILES, "added_tokens.json", "merges.txt", "tokenizer.model", "vocab.json")
 
 # As safetensors spells them.
@@ -38,14 +47,16 @@ HEADS = {f"{module}.weight" for module in ("lm_head", "embed_out")}
 METADATA = {"format": "pt"}
 
 
-def convert_from_hf(directory: Path, *, out_dir: Path | None = None) -> Path:
+def convert_from_hf(directory: Path, *, checkpoint_dir: Path | None = None, out_dir: Path | None = None) -> Path:
     """Make a litce checkpoint of a Hugging Face one.
 
     The folder holds config.json and safetensors, in one file or in shards with an index; the tokenizer's files and
-    config.json are copied with them. Nothing that exists is overwritten.
+    config.json are copied with them. Or it holds a LoRA of PEFT: adapter_config.json and adapter_model.safetensors,
+    which add to --checkpoint_dir. Nothing that exists is overwritten.
 
     Args:
         directory: Folder with the model, as save_pretrained or a download leaves it.
+        checkpoint_dir: For a LoRA of PEFT, the litce checkpoint of the model that it adds to.
         out_dir: Folder to write to; the same one when not given.
 
     Returns:
@@ -55,9 +66,15 @@ def convert_from_hf(directory: Path, *, out_dir: Path | None = None) -> Path:
         UsageError: for a model that is not supported, or tensors that do not fit config.json, naming them.
     """
     out_dir = out_dir or directory
-    for name in (WEIGHTS, MODEL_CONFIG):
-        if (out_dir / name).exists():
-            raise UsageError(f"{out_dir} holds {name} already; remove it, or give another --out_dir")
+    if checkpoint_dir is not None:
+        return _lora_from_peft(directory, checkpoint_dir, out_dir)
+    if (directory / PEFT_CONFIG).is_file() and not (directory / CONFIG).is_file():
+        base_model = _read_json(directory / PEFT_CONFIG).get("base_model_name_or_path") or "its model"
+        raise UsageError(
+            f"{directory} holds additions to {base_model} alone; convert that first, and give the result as "
+            "--checkpoint_dir"
+        )
+    _require_absent(out_dir, (MODEL_CONFIG, WEIGHTS))
     config = read_config(directory)
     expected = sources(config)
     files = weight_files(directory)
@@ -71,54 +88,85 @@ def convert_from_hf(directory: Path, *, out_dir: Path | None = None) -> Path:
                 f"{source.shape}"
             )
         tensors.update({ours: part.contiguous() for ours, part in source.split(tensor).items()})
-    out_dir.mkdir(parents=True, exist_ok=True)
-    if out_dir.resolve() != directory.resolve():
-        _copy(directory, out_dir, (CONFIG, *COPIED))
-    partials = {name: out_dir / f".{name}.partial" for name in (MODEL_CONFIG, WEIGHTS)}
-    try:
-        config.save(partials[MODEL_CONFIG])
-        save_file(tensors, partials[WEIGHTS], metadata=METADATA)
-        for name, partial in partials.items():
-            fsync(partial)
-            os.replace(partial, out_dir / name)
-    except (OSError, SafetensorError) as error:
-        raise UsageError(f"--out_dir {out_dir} cannot be written ({error})") from error
-    finally:
-        for partial in partials.values():
-            partial.unlink(missing_ok=True)
+    with _added(out_dir, (MODEL_CONFIG, WEIGHTS)) as partial:
+        config.save(partial / MODEL_CONFIG)
+        save_file(tensors, partial / WEIGHTS, metadata=METADATA)
+        if out_dir.resolve() != directory.resolve():
+            _copy(directory, out_dir, (CONFIG, *COPIED))
     print(f"{out_dir} holds {config.name} for litce: {len(tensors)} tensors")
+    return out_dir
+
+
+def _lora_from_peft(directory: Path, checkpoint_dir: Path, out_dir: Path) -> Path:
+    for name in (PEFT_CONFIG, PEFT_WEIGHTS):
+        if not (directory / name).is_file():
+            raise UsageError(
+                f"{directory} holds no {name}, which --checkpoint_dir is for; give a folder of PEFT's LoRA"
+            )
+    written = (FINETUNE, MODEL_CONFIG, LoRA().weights_file)
+    _require_absent(out_dir, written)
+    base = open_base(checkpoint_dir)
+    config = _with_family(Config.from_file(checkpoint_dir / MODEL_CONFIG))
+    with _open(directory / PEFT_WEIGHTS) as file, _open(checkpoint_dir / WEIGHTS) as base_file:
+        tensors = {name: file.get_tensor(name) for name in list(file.keys())}
+        tied = {"lm_head.weight": "transformer.wte.weight"} if config.tie_embeddings else {}
+        try:
+            lora, state = from_peft(
+                config,
+                _read_json(directory / PEFT_CONFIG),
+                tensors,
+                lambda name: base_file.get_tensor(tied.get(name, name)),
+            )
+        except UsageError as error:
+            raise UsageError(f"{directory} with --checkpoint_dir {checkpoint_dir}: {error}") from error
+    with _added(out_dir, written) as partial:
+        write_method(partial, lora, base)
+        shutil.copyfile(checkpoint_dir / MODEL_CONFIG, partial / MODEL_CONFIG)
+        save_file(state, partial / lora.weights_file, metadata=METADATA)
+        if not (out_dir / "tokenizer.json").is_file():
+            has_own = (directory / "tokenizer.json").is_file()
+            _copy(directory if has_own else checkpoint_dir, out_dir, COPIED)
+    print(f"{out_dir} holds LoRA weights for litce, which add to {checkpoint_dir}: {len(state)} tensors")
     return out_dir
 
 
 def convert_to_hf(directory: Path, *, out_dir: Path | None = None, max_shard_size: int | str = "5GB") -> Path:
     """Make a Hugging Face checkpoint, which transformers' from_pretrained reads, of a litce one.
 
+    Of LoRA weights a folder for PEFT's from_pretrained.
+
     Args:
         directory: Folder with the model, as training or convert_from_hf writes it.
         out_dir: Folder to write to, which must not exist; `hf` in `directory` when not given.
-        max_shard_size: Most bytes of one file, such as 5GB or 200MiB; more than that is split and gets an index.
+        max_shard_size: Most bytes of one file, such as 5GB or 200MiB; more than that is split and gets an index. The
+            weights of a LoRA are one file.
 
     Returns:
         The folder written to.
 
     Raises:
-        UsageError: if no family of transformers has the model's parts, or tensors do not fit the configuration.
+        UsageError: if no family of transformers has the model's parts, tensors do not fit the configuration, or the
+            checkpoint's method has no counterpart.
     """
     limit = parse_bytes(max_shard_size, "--max_shard_size")
     out_dir = out_dir or directory / "hf"
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise UsageError(f"--out_dir {out_dir} exists; remove it, or give another")
+    if (finetuned := read_method(directory)) is not None:
+        method, base = finetuned
+        if isinstance(method, LoRA):
+            return _lora_to_peft(directory, method, base, out_dir)
+        raise UsageError(
+            f"{directory} holds weights of the method {method.name}, which have no form for transformers; litce "
+            "generate reads them as they are, and what finetune_full and finetune_lora write can be converted"
+        )
     for name in (WEIGHTS, MODEL_CONFIG):
         if not (directory / name).is_file():
             raise UsageError(f"{directory} holds no {name}; give a folder that training or convert_from_hf wrote")
-    config = Config.from_file(directory / MODEL_CONFIG)
+    config = _with_family(Config.from_file(directory / MODEL_CONFIG))
     hf_config = config.to_hf()
-    config.family = hf_config["model_type"]
     wanted = sources(config)
-    partial = out_dir.with_name(f".{out_dir.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with _published(out_dir) as partial:
         with _open(directory / WEIGHTS) as ours:
             names = list(ours.keys())
             _check_names(directory / WEIGHTS, set(names), {name for s in wanted.values() for name in s.names})
@@ -134,6 +182,49 @@ def convert_to_hf(directory: Path, *, out_dir: Path | None = None, max_shard_siz
             hf_config = {**original, "architectures": hf_config["architectures"]}
         hf_config["dtype"] = str(DTYPES[dtype]).removeprefix("torch.")
         _write_json(partial / CONFIG, hf_config)
+    print(f"{out_dir} holds {config.name or 'the model'} for transformers: {hf_config['architectures'][0]}")
+    return out_dir
+
+
+def _lora_to_peft(directory: Path, lora: LoRA, base: Base, out_dir: Path) -> Path:
+    require_model(directory)
+    config = _with_family(Config.from_file(directory / MODEL_CONFIG))
+    with torch.device("meta"):
+        model = GPT(config)
+        lora.extend(model)
+    load_weights(model, directory / lora.weights_file, assign=True, owns=lora.owns)
+    state = {name: parameter.detach() for name, parameter in model.named_parameters() if lora.owns(name)}
+    folders = (folder for folder in (base.directory, base.directory / "hf") if (folder / CONFIG).is_file())
+    model_dir = next((folder for folder in folders if (folder / SINGLE).is_file() or (folder / INDEX).is_file()), None)
+    try:
+        settings, tensors = to_peft(config, lora, state, None if model_dir is None else str(model_dir))
+    except UsageError as error:
+        raise UsageError(f"{directory}: {error}") from error
+    with _published(out_dir) as partial:
+        save_file(tensors, partial / PEFT_WEIGHTS, metadata=METADATA)
+        _write_json(partial / PEFT_CONFIG, settings)
+    hint = f"; litce convert_to_hf {base.directory} makes that model" if model_dir is None else ""
+    print(f"{out_dir} holds LoRA weights for PEFT, which add to {model_dir or base.directory}{hint}")
+    return out_dir
+
+
+def _with_family(config: Config) -> Config:
+    """`config` with the family of transformers that has its parts.
+
+    Raises:
+        UsageError: if there is none.
+    """
+    return dataclasses.replace(config, family=config.to_hf()["model_type"])
+
+
+@contextmanager
+def _published(out_dir: Path) -> Iterator[Path]:
+    """A folder to fill, which then becomes `out_dir`; one that is there is empty."""
+    partial = out_dir.with_name(f".{out_dir.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        yield partial
         if out_dir.exists():
             out_dir.rmdir()
         publish(partial, out_dir)
@@ -141,8 +232,29 @@ def convert_to_hf(directory: Path, *, out_dir: Path | None = None, max_shard_siz
         raise UsageError(f"--out_dir {out_dir} cannot be written ({error})") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    print(f"{out_dir} holds {config.name or 'the model'} for transformers: {hf_config['architectures'][0]}")
-    return out_dir
+
+
+def _require_absent(out_dir: Path, names: Iterable[str]) -> None:
+    for name in names:
+        if (out_dir / name).exists():
+            raise UsageError(f"{out_dir} holds {name} already; remove it, or give another --out_dir")
+
+
+@contextmanager
+def _added(out_dir: Path, names: tuple[str, ...]) -> Iterator[Path]:
+    """A folder to write the files `names` to, which then are moved to `out_dir`, in that order."""
+    partial = out_dir / ".litce.partial"
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        yield partial
+        for name in names:
+            fsync(partial / name)
+        for name in names:
+            os.replace(partial / name, out_dir / name)
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"--out_dir {out_dir} cannot be written ({error})") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def read_config(directory: Path) -> Config:

@@ -135,6 +135,16 @@ def test_all_classes_of_the_first_tile_at_minus_infinity(strategy):
     assert not got["weight"][:4096].any()
 
 
+@pytest.mark.parametrize("columns", [slice(0, 50), slice(8900, 9000)], ids=["first tile", "last tile"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_maximum_is_that_of_all_tiles(strategy, columns):
+    """Logits of several hundred in one tile: exp of their difference from another tile's maximum overflows."""
+    case = make_case(40, 9000)
+    case.weight[columns] *= 60
+    want, dense = oracle(case), run(case, strategy="dense")
+    assert_no_worse_than_dense(run(case, strategy=strategy), dense, want)
+
+
 @pytest.mark.parametrize("n_embd", [64, 256])
 def test_logits_in_the_memory_of_the_weights_gradient(n_embd):
     """Several tiles of the vocabulary, more rows than are lent, and bias and weights that no tile may mix up."""

@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -11,11 +12,17 @@ from litce import cli
 from litce.args import UsageError
 from litce.config import Config
 from litce.model import GPT
+from litce.peft import Adapter, AdapterV2, FinetuneMethod, Full, LoRA
 from litce.tools.convert_hf import INDEX, SINGLE, convert_from_hf, convert_to_hf
 from litce.tools.model_parity import CASES
 from litce.training.checkpoint import WEIGHTS, load_model
+<<<<<<< HEAD
 from tests.storages import SeenStorages
 from tests.tiny import save_tokenizer
+=======
+from tests.loss.memory import NewStorages
+from tests.tiny import MODEL, Numbers, finetune, pretrain, save_tokenizer
+>>>>>>> pefthf
 
 
 def save_reference(directory: Path, case: str, dtype: torch.dtype = torch.float32, **options) -> torch.nn.Module:
@@ -305,3 +312,75 @@ def test_memory_holds_one_model_and_one_shard(tmp_path, case, monkeypatch):
     largest = max(x.nbytes for x in tensors_of(tmp_path / "hf").values())
     # One file's tensors, and the parts of the one that is being joined.
     assert mode.peak <= max(limit, largest) + 2 * largest
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """A litce checkpoint that never was one of transformers."""
+    folder = tmp_path_factory.mktemp("trained")
+    data = Numbers(tokenizer_folder=save_tokenizer(folder / "tokenizer"))
+    return pretrain(folder / "run", data, model_config=MODEL).checkpoint_dir
+
+
+def test_a_full_finetuned_checkpoint_goes_to_transformers(trained, tmp_path):
+    final = finetune(Full(), trained, tmp_path / "full", optimizer={"lr": 0.1}).checkpoint_dir
+    reference = transformers.AutoModelForCausalLM.from_pretrained(convert_to_hf(final)).eval()
+    idx = torch.arange(8)[None]
+    with torch.no_grad():
+        assert (load_model(final)(idx) - load_model(trained)(idx)).abs().max() > 0.01
+        torch.testing.assert_close(reference(idx).logits, load_model(final)(idx), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("method", [Adapter(start_layer=0), AdapterV2(start_layer=0)], ids=lambda method: method.name)
+def test_an_adapter_has_no_counterpart(method: FinetuneMethod, trained, tmp_path):
+    final = finetune(method, trained, tmp_path / "run").checkpoint_dir
+    with pytest.raises(
+        UsageError, match=f"final holds weights of the method {method.name}, which have no form .*; litce"
+    ):
+        convert_to_hf(final)
+    assert not (final / "hf").exists()
+
+
+def test_lora_commands(trained, tmp_path, capsys):
+    final = finetune(LoRA(dropout=0.0), trained, tmp_path / "run", optimizer={"lr": 0.1}).checkpoint_dir
+    before = {path: path.read_bytes() for path in final.rglob("*") if path.is_file()}
+    capsys.readouterr()
+    cli.main(["convert_to_hf", str(final), "--out_dir", str(tmp_path / "peft")])
+    printed = capsys.readouterr().out
+    assert f"add to {trained}; litce convert_to_hf {trained} makes that model" in printed
+    assert {path.name for path in (tmp_path / "peft").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    convert_to_hf(trained)
+    convert_to_hf(final, out_dir=tmp_path / "second")
+    assert json.loads((tmp_path / "second/adapter_config.json").read_text())["base_model_name_or_path"] == str(
+        trained / "hf"
+    )
+    assert before == {path: path.read_bytes() for path in final.rglob("*") if path.is_file()}
+    shutil.rmtree(trained / "hf")
+
+    # Next to the files that are there, with the base's tokenizer, and ready to use.
+    cli.main(["convert_from_hf", str(tmp_path / "peft"), "--checkpoint_dir", str(trained)])
+    assert (tmp_path / "peft/tokenizer.json").read_bytes() == (trained / "tokenizer.json").read_bytes()
+    idx = torch.arange(8)[None]
+    with torch.no_grad():
+        assert torch.equal(load_model(tmp_path / "peft")(idx), load_model(final)(idx))
+    cli.main(["generate", str(tmp_path / "peft"), "--prompt", "w1", "--max_new_tokens", "2"])
+    cli.main(["merge_lora", str(tmp_path / "peft"), "--out_dir", str(tmp_path / "merged")])
+    capsys.readouterr()
+
+    for words, message in (
+        ([tmp_path / "peft", "--checkpoint_dir", trained], "holds finetune.yaml already; remove it, or give another"),
+        ([tmp_path / "second"], f"holds additions to {trained}/hf alone; convert that first, and give the result as"),
+        ([trained, "--checkpoint_dir", trained, "--out_dir", tmp_path / "x"], "holds no adapter_config.json, which"),
+        ([tmp_path / "second", "--checkpoint_dir", final], "--checkpoint_dir: .*holds the weights of lora alone"),
+        ([tmp_path / "second", "--checkpoint_dir", tmp_path / "none"], "--checkpoint_dir: .*none is not a folder"),
+    ):
+        with pytest.raises(SystemExit) as exit_info:
+            cli.main(["convert_from_hf", *map(str, words)])
+        captured = capsys.readouterr()
+        assert exit_info.value.code == 2 and captured.err.count("\n") == 1
+        assert re.search(message, captured.err), captured.err
+    assert {path.name for path in (tmp_path / "second").iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    assert not (tmp_path / "x").exists()
