@@ -28,6 +28,9 @@ from litce.peft.lora import TARGETS, LoRA, LoRALinear
 TENSOR = re.compile(r"base_model\.model\.(.+)\.(lora_A|lora_B|lora_magnitude_vector)(?:\.weight)?")
 BASE_TENSOR = re.compile(r"base_model\.model\.(.+?)(?:\.base_layer)?\.weight")
 
+# Modules that have another name in the files of the model, and had it in older versions of transformers.
+RENAMED = {"embed_out": "lm_head"}
+
 # Keys that say how the additions came to be, or repeat what their tensors say.
 IGNORED = {
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
@@ -196,7 +199,7 @@ def _layers(config: Config) -> dict[str, Source]:
         ours = tuple(part.rpartition(".")[0] for part in source.names)
         if parameter == "weight" and linear.issuperset(ours):
             # A and B are those of a linear layer, also where the weight that they add to is transposed.
-            found[module] = replace(source, names=ours, transposed=False)
+            found[RENAMED.get(module, module)] = replace(source, names=ours, transposed=False)
     return found
 
 
@@ -235,13 +238,16 @@ def _by_module(
     """The tensors of each layer of transformers, by lora_A, lora_B, lora_magnitude_vector."""
     found: dict[str, dict[str, Tensor]] = {}
     unknown = []
-    weights = sources(replace(config, tie_embeddings=False))
+    weights = {
+        RENAMED.get(name.removesuffix(".weight"), name.removesuffix(".weight")): source
+        for name, source in sources(replace(config, tie_embeddings=False)).items()
+    }
     for name, tensor in tensors.items():
-        if (match := TENSOR.fullmatch(name)) and match[1] in layers:
-            found.setdefault(match[1], {})[match[2]] = tensor
-        elif (match := BASE_TENSOR.fullmatch(name)) and f"{match[1]}.weight" in weights:
+        if (match := TENSOR.fullmatch(name)) and (module := RENAMED.get(match[1], match[1])) in layers:
+            found.setdefault(module, {})[match[2]] = tensor
+        elif (match := BASE_TENSOR.fullmatch(name)) and (module := RENAMED.get(match[1], match[1])) in weights:
             # PEFT adds the embedding, and the head that has additions.
-            source = weights[f"{match[1]}.weight"]
+            source = weights[module]
             ours = source.join({part: base(part) for part in source.names})
             if ours.shape != tensor.shape or not torch.equal(ours.to(tensor.dtype), tensor):
                 raise UsageError(f"{name} is not that of the checkpoint; litce's LoRA leaves it as it is")

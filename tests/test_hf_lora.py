@@ -13,6 +13,7 @@ from torch import Tensor
 
 from litce.args import UsageError
 from litce.config import Config
+from litce.hf_lora import from_peft, to_peft
 from litce.model import GPT
 from litce.peft import LoRA
 from litce.tools.convert_hf import convert_from_hf, convert_to_hf
@@ -30,7 +31,7 @@ LAYERS = {
     "pythia": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
     "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
     **dict.fromkeys(
-        ("llama3", "qwen2.5", "gemma2"),
+        ("llama3", "qwen2.5"),
         ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
     ),
 }
@@ -114,6 +115,29 @@ def test_to_peft_and_back(case: str, options: dict[str, Any], base: Any, tmp_pat
     assert again.keys() == own.keys() and all(torch.equal(again[name], x) for name, x in own.items())
 
 
+def test_one_addition_for_a_fused_layer() -> None:
+    config = Config(family="gpt2", n_layer=1, n_head=2, n_embd=4, vocab_size=7, block_size=8)
+    with torch.device("meta"):
+        model = GPT(config)
+    lora = LoRA(r=2, alpha=4, rslora=True)
+    lora.extend(model)
+    state = {name: torch.randn(x.shape) for name, x in model.named_parameters() if lora.owns(name)}
+    settings, tensors = to_peft(config, lora, state, "somewhere")
+    assert settings["target_modules"] == ["c_attn"] and settings["r"] == 2 and settings["lora_alpha"] == 4
+    assert settings["rank_pattern"] == {"c_attn": 4}
+    assert settings["alpha_pattern"] == {"c_attn": pytest.approx(4 / 2**0.5 * 4**0.5)}
+    a, b = (tensors[f"base_model.model.transformer.h.0.attn.c_attn.lora_{x}.weight"] for x in "AB")
+    q, v = (state[f"transformer.h.0.attn.{x}.lora_A"] for x in "qv")
+    assert torch.equal(a, torch.cat([q, v]))
+    none, q, v = torch.zeros(4, 2), *(state[f"transformer.h.0.attn.{x}.lora_B"] for x in "qv")
+    assert torch.equal(b, torch.cat([torch.cat([q, none], 1), torch.cat([none, none], 1), torch.cat([none, v], 1)]))
+
+    # Before the first step B is zero, which does not tell the parts.
+    untrained = {name: x * name.endswith("A.weight") for name, x in tensors.items()}
+    again, parts = from_peft(config, settings, untrained, lambda name: torch.zeros(()))
+    assert again.r == 4 and again.key and not any(x.any() for name, x in parts.items() if name.endswith("B"))
+
+
 def save_peft(base: Path, directory: Path, **options: Any) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(base)
     model = peft.get_peft_model(model, peft.LoraConfig(**{"r": 3, "task_type": "CAUSAL_LM", **options}))
@@ -129,9 +153,9 @@ def save_peft(base: Path, directory: Path, **options: Any) -> None:
 @pytest.mark.parametrize(
     ("num_layers", "options"),
     [
-        (None, {"lora_alpha": 6}),  # the layers that PEFT takes on its own
+        (None, {"lora_alpha": 6}),
         (None, {"lora_alpha": 5, "use_rslora": True, "target_modules": "all-linear"}),
-        (1, {"use_dora": True}),
+        (1, {"use_dora": True, "lora_alpha": 2}),
         (-1, {"use_dora": True, "layers_to_transform": [1]}),
     ],
     ids=["default", "all-linear", "dora", "one-layer"],
@@ -139,6 +163,8 @@ def save_peft(base: Path, directory: Path, **options: Any) -> None:
 def test_from_peft_and_back(
     case: str, num_layers: int | None, options: dict[str, Any], base: Any, tmp_path: Path
 ) -> None:
+    if case == "phi3":  # PEFT has no default
+        options = {"target_modules": ["qkv_proj"], **options}
     if num_layers is not None:
         options = {**options, "target_modules": LAYERS[case][:num_layers]}
     save_peft(base(case), tmp_path / "peft", **options)
@@ -168,6 +194,17 @@ def test_a_head_that_peft_saves_with_the_base(base: Any, tmp_path: Path) -> None
     save_file({name: x + (name == extra[-1]) for name, x in load_file(path).items()}, path)
     with pytest.raises(UsageError, match="is not that of the checkpoint; litce's LoRA leaves it as it is"):
         convert_from_hf(tmp_path / "peft", checkpoint_dir=folder, out_dir=tmp_path / "other")
+
+
+def test_the_older_name_of_a_head(base: Any, tmp_path: Path) -> None:
+    own = save_lora(base("pythia"), tmp_path / "lora", head=True)
+    folder = convert_to_hf(tmp_path / "lora")
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    assert "base_model.model.lm_head.lora_A.weight" in tensors
+    save_file({name.replace("lm_head", "embed_out"): x for name, x in tensors.items()}, path)
+    again = load_file(convert_from_hf(folder, checkpoint_dir=base("pythia")) / LoRA().weights_file)
+    assert again.keys() == own.keys() and all(torch.equal(again[name], x) for name, x in own.items())
 
 
 def test_ranks_that_differ(base: Any, tmp_path: Path) -> None:

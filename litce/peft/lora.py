@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from litce.args import UsageError
 from litce.lm_head import LMHead
+from litce.loss.function import no_autocast
 from litce.model import GPT
 from litce.peft.method import FinetuneMethod, become, require_within
 
@@ -147,7 +148,7 @@ class LoRALinear(nn.Linear):
     def _sum(self) -> Tensor:
         """`W + scaling * B @ A`, at least in fp32."""
         dtype = torch.promote_types(self.weight.dtype, torch.float32)
-        with torch.autocast(self.weight.device.type, enabled=False):  # it would round the sum to 16 bits
+        with no_autocast(self.weight.device.type):  # it would round the sum to 16 bits
             a, b = self.lora_A.to(dtype), self.lora_B.to(dtype)
             return torch.addmm(self.weight.to(dtype), b, a, alpha=self.scaling)
 

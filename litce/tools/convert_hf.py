@@ -74,7 +74,7 @@ def convert_from_hf(directory: Path, *, checkpoint_dir: Path | None = None, out_
             f"{directory} holds additions to {base_model} alone; convert that first, and give the result as "
             "--checkpoint_dir"
         )
-    _require_absent(out_dir, (MODEL_CONFIG, WEIGHTS))
+    _require_absent(out_dir, (WEIGHTS, MODEL_CONFIG))
     config = read_config(directory)
     expected = sources(config)
     files = weight_files(directory)
@@ -109,13 +109,13 @@ def _lora_from_peft(directory: Path, checkpoint_dir: Path, out_dir: Path) -> Pat
     config = _with_family(Config.from_file(checkpoint_dir / MODEL_CONFIG))
     with _open(directory / PEFT_WEIGHTS) as file, _open(checkpoint_dir / WEIGHTS) as base_file:
         tensors = {name: file.get_tensor(name) for name in list(file.keys())}
-        tied = {"lm_head.weight": "transformer.wte.weight"} if config.tie_embeddings else {}
+        tied = HEADS if config.tie_embeddings else set()
         try:
             lora, state = from_peft(
                 config,
                 _read_json(directory / PEFT_CONFIG),
                 tensors,
-                lambda name: base_file.get_tensor(tied.get(name, name)),
+                lambda name: base_file.get_tensor("transformer.wte.weight" if name in tied else name),
             )
         except UsageError as error:
             raise UsageError(f"{directory} with --checkpoint_dir {checkpoint_dir}: {error}") from error
