@@ -16,13 +16,8 @@ from litce.peft import Adapter, AdapterV2, FinetuneMethod, Full, LoRA
 from litce.tools.convert_hf import INDEX, SINGLE, convert_from_hf, convert_to_hf
 from litce.tools.model_parity import CASES
 from litce.training.checkpoint import WEIGHTS, load_model
-<<<<<<< HEAD
 from tests.storages import SeenStorages
-from tests.tiny import save_tokenizer
-=======
-from tests.loss.memory import NewStorages
 from tests.tiny import MODEL, Numbers, finetune, pretrain, save_tokenizer
->>>>>>> pefthf
 
 
 def save_reference(directory: Path, case: str, dtype: torch.dtype = torch.float32, **options) -> torch.nn.Module:
