@@ -39,6 +39,7 @@ COMMANDS = {
         "litce.tools.evaluate:setup", "loss, perplexity and accuracy on any data", positional=("checkpoint_dir",)
     ),
     "merge_lora": Command("litce.tools.merge_lora:setup", "merge LoRA weights", positional=("checkpoint_dir",)),
+    "download": Command("litce.tools.download:setup", "get a model from Hugging Face", positional=("repo_id",)),
     "convert_from_hf": Command(
         "litce.tools.convert_hf:convert_from_hf", "use a model from Hugging Face", positional=("directory",)
     ),

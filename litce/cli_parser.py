@@ -3,7 +3,6 @@
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from litce.args import UsageError
@@ -23,7 +22,8 @@ def build_parser(name: str, function: Callable[..., Any], positional: Sequence[s
     )
     parser.add_argument("--config", action="config", help="YAML file or hub name, such as pretrain/demo")
     for argument in positional:
-        parser.add_argument(argument, type=Path, help=_argument_help(function, argument))
+        kind = inspect.signature(function, eval_str=True).parameters[argument].annotation
+        parser.add_argument(argument, type=kind, help=_argument_help(function, argument))
     parser.add_function_arguments(function, skip=set(positional))
     return parser
 

@@ -70,7 +70,7 @@ class LLM:
         """
         style = Chat(self.tokenizer)
         ids = self.tokenizer.encode(style.render(messages, add_generation_prompt=True))
-        return self._texts([ids], stop, style.stop_ids, options)[0]
+        return self._texts([ids], stop, style.stop_ids, {"max_new_tokens": 512, **options})[0]
 
     def stream_ids(
         self,

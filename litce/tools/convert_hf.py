@@ -74,8 +74,16 @@ def convert_from_hf(directory: Path, *, checkpoint_dir: Path | None = None, out_
             f"{directory} holds additions to {base_model} alone; convert that first, and give the result as "
             "--checkpoint_dir"
         )
-    _require_absent(out_dir, (WEIGHTS, MODEL_CONFIG))
-    config = read_config(directory)
+    require_absent(out_dir)
+    return convert(directory, out_dir, read_config(directory))
+
+
+def convert(directory: Path, out_dir: Path, config: Config) -> Path:
+    """Write the model `config` with the weights and the tokenizer of `directory` to `out_dir`, and return that.
+
+    Raises:
+        UsageError: as `convert_from_hf`.
+    """
     expected = sources(config)
     files = weight_files(directory)
     names = _match(directory, files, config, expected)
@@ -104,7 +112,7 @@ def _lora_from_peft(directory: Path, checkpoint_dir: Path, out_dir: Path) -> Pat
                 f"{directory} holds no {name}, which --checkpoint_dir is for; give a folder of PEFT's LoRA"
             )
     written = (FINETUNE, MODEL_CONFIG, LoRA().weights_file)
-    _require_absent(out_dir, written)
+    require_absent(out_dir, written)
     base = open_base(checkpoint_dir)
     config = _with_family(Config.from_file(checkpoint_dir / MODEL_CONFIG))
     with _open(directory / PEFT_WEIGHTS) as file, _open(checkpoint_dir / WEIGHTS) as base_file:
@@ -234,7 +242,12 @@ def _published(out_dir: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _require_absent(out_dir: Path, names: Iterable[str]) -> None:
+def require_absent(out_dir: Path, names: Iterable[str] = (WEIGHTS, MODEL_CONFIG)) -> None:
+    """Refuse a folder that holds one of the files `names`, those of a model when not given.
+
+    Raises:
+        UsageError: naming the file.
+    """
     for name in names:
         if (out_dir / name).exists():
             raise UsageError(f"{out_dir} holds {name} already; remove it, or give another --out_dir")
