@@ -3,13 +3,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo test test-slow mutants gpu-check format
+.PHONY: help setup demo test test-slow mutants profile gpu-check format
 
 help:
 	@echo "make demo       set up .venv and run the main job: litce pretrain"
 	@echo "make test       set up .venv and run every check that CI runs"
 	@echo "make test-slow  the tests that take minutes"
 	@echo "make mutants    break the loss in many ways and see the tests notice each"
+	@echo "make profile    measure what the loss holds and write docs/profiling; takes about an hour"
 	@echo "make gpu-check  on a CUDA device: its tests, and docs/gpu_check.md with time, memory and errors"
 	@echo "make setup      set up .venv alone"
 	@echo "make format     format the code and fix what the linter can"
@@ -36,6 +37,9 @@ test-slow: setup
 
 mutants: setup
 	$(BIN)/python -m tests.mutants
+
+profile: setup
+	$(BIN)/litce profile_memory --out_dir docs/profiling
 
 gpu-check: setup
 	$(BIN)/python -m litce.tools.gpu_check

@@ -47,6 +47,7 @@ COMMANDS = {
         "litce.tools.convert_hf:convert_to_hf", "use a model with transformers", positional=("directory",)
     ),
     "plan": Command("litce.tools.plan:setup", "predict the memory of a training run"),
+    "profile_memory": Command("litce.tools.profile_memory:setup", "measure what the loss holds, setting by setting"),
     "bench loss": Command("litce.tools.bench:loss", "measure time and memory of the loss strategies"),
     "bench accuracy": Command("litce.tools.bench_accuracy:accuracy", "measure errors of the loss's gradients"),
     "bench operands": Command(

@@ -151,7 +151,7 @@ def peak_new_bytes(run: Callable[[], object]) -> int:
 
 @dataclass(frozen=True)
 class AllocatorEvent:
-    """Memory that torch's CPU allocator gave or took back."""
+    """Memory that an allocator of torch gave or took back."""
 
     nanoseconds: int
     """Since the first event."""
@@ -161,15 +161,15 @@ class AllocatorEvent:
     """Bytes allocated since the counting began and not freed yet."""
 
 
-def allocator_events(profiler: Any) -> list[AllocatorEvent]:
-    """What a `torch.profiler.profile` with `profile_memory` saw of the CPU's allocator, in order.
+def allocator_events(profiler: Any, device_type: str = "cpu") -> list[AllocatorEvent]:
+    """What a `torch.profiler.profile` with `profile_memory` saw of a device's allocator, in order.
 
     Memory that was allocated before and is freed meanwhile does not count.
     """
     recorded = [
         event
         for event in profiler.profiler.kineto_results.events()
-        if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU
+        if event.name() == "[memory]" and event.device_type().name.lower() == device_type
     ]
     events, total = [], 0
     for event in sorted(recorded, key=lambda event: event.start_ns()):

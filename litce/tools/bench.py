@@ -52,7 +52,7 @@ def loss(
         json: write the rows to this file too.
         png: draw time against memory to this file.
     """
-    parsed = [_parse_shape(s) for s in shapes or DEFAULT_SHAPES]
+    parsed: list[tuple[int, ...]] = [parse_shape(s) for s in shapes or DEFAULT_SHAPES]
     if operands is not None:
         if shapes is not None:
             raise UsageError("--shapes does not go with --operands, whose shape it is; leave one out")
@@ -88,7 +88,7 @@ def loss(
 
 
 def _run_rounds(
-    shape: tuple[int, int, int], names: list[str], rounds: int, settings: dict[str, Any]
+    shape: tuple[int, ...], names: list[str], rounds: int, settings: dict[str, Any]
 ) -> dict[str, list[dict[str, float]]]:
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
@@ -101,7 +101,7 @@ def _run_rounds(
     return runs
 
 
-def _run_worker(name: str, shape: tuple[int, int, int], settings: dict[str, Any]) -> dict[str, float]:
+def _run_worker(name: str, shape: tuple[int, ...], settings: dict[str, Any]) -> dict[str, float]:
     arguments = {"contender": name, "shape": shape, **settings}
     command = [sys.executable, "-m", "litce.tools.bench_worker", json.dumps(arguments)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
@@ -112,7 +112,7 @@ def _run_worker(name: str, shape: tuple[int, int, int], settings: dict[str, Any]
 
 
 def _summarise(
-    shape: tuple[int, int, int], dtype: str, name: str, runs: dict[str, list[dict[str, float]]]
+    shape: tuple[int, ...], dtype: str, name: str, runs: dict[str, list[dict[str, float]]]
 ) -> dict[str, object]:
     own = runs[name]
     ratio = None
@@ -178,12 +178,17 @@ def _write_json(path: Path, rows: list[dict]) -> None:
     temporary.replace(path)
 
 
-def _parse_shape(text: str) -> tuple[int, int, int]:
+def parse_shape(text: str, flag: str = "--shapes", form: str = "NxDxV") -> tuple[int, ...]:
+    """The sizes in a text such as 2048x512x65536, as many as `form` has.
+
+    Raises:
+        UsageError: if they are not positive numbers.
+    """
     parts = text.split("x")
-    if len(parts) != 3 or not all(p.isdigit() and int(p) > 0 for p in parts):
-        raise UsageError(f"--shapes {text}: give NxDxV with three positive numbers, e.g. {DEFAULT_SHAPES[0]}")
-    num_rows, n_embd, vocab_size = map(int, parts)
-    return num_rows, n_embd, vocab_size
+    if len(parts) != form.count("x") + 1 or not all(p.isdigit() and int(p) > 0 for p in parts):
+        example = "x".join(DEFAULT_SHAPES[0].split("x")[: form.count("x") + 1])
+        raise UsageError(f"{flag} {text}: give {form} in positive numbers, such as {example}")
+    return tuple(map(int, parts))
 
 
 def _check_contenders(names: list[str] | None) -> list[str]:
