@@ -36,7 +36,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, LLM]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     (file,) = Path(found[0].origin).parent.glob("*.gguf")
-    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
+    read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    # Its weights are plain numbers now, and yet transformers would not save it.
+    config = type(read.config)(**{k: v for k, v in read.config.to_dict().items() if k != "quantization_config"})
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    model.load_state_dict(read.state_dict())
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     folder = tmp_path_factory.mktemp("smollm2")
     model.save_pretrained(folder)
