@@ -12,7 +12,7 @@ from litce.args import TrainArgs, UsageError, parse_bytes
 from litce.config import Config
 from litce.peft import Adapter, AdapterV2, Full, LoRA
 from litce.recipes.pretrain import resolve_config
-from litce.tools.plan_report import advice, draw, fits_line, print_table
+from litce.tools.plan_report import advice, draw, fits_line, generation_line, print_table
 from litce.tools.planner import Planner, usable_bytes
 from litce.tools.step_memory import StepMemory
 from litce.training.checkpoint import MODEL_CONFIG
@@ -77,6 +77,7 @@ def setup(
         f"micro-batch {train.micro_batch_size} x {planner.max_seq_length} tokens, {devices} device(s)"
     )
     print_table(console, title, memory_of_run)
+    console.print(generation_line(planner.generation(), planner.max_seq_length), highlight=False)
     console.print(str(planner.loss_plan(train)), highlight=False)
     if limit is not None and fitting is not None:
         console.print(fits_line(memory_of_run, limit, usable_bytes(limit)))

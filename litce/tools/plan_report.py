@@ -12,7 +12,7 @@ from litce.args import TrainArgs
 from litce.tools.planned_loss import LOSS_PART
 from litce.tools.step_memory import ACTIVATIONS, BATCH, GRADIENTS, OPTIMIZER, PARTS, PHASES, WEIGHTS, StepMemory
 
-COLORS = ("#4c72b0", "#55a868", "#8c8c8c", "#dd8452", "#c44e52", "#8172b3", "#937860", "#da8bc3")
+COLORS = ("#4c72b0", "#55a868", "#8c8c8c", "#dd8452", "#c44e52", "#8172b3", "#937860", "#ccb974", "#da8bc3")
 
 
 def format_bytes(num_bytes: int) -> str:
@@ -43,6 +43,12 @@ def fits_line(memory: StepMemory, limit: int, usable: int) -> str:
         f"it {verdict}: {format_bytes(limit)} less {format_bytes(limit - usable)} for what is no tensor is "
         f"{format_bytes(usable)}"
     )
+
+
+def generation_line(generation: dict[str, int], length: int) -> str:
+    """What generating takes with the trained model."""
+    parts = ", ".join(f"{part} {format_bytes(size)}" for part, size in generation.items() if part != BATCH)
+    return f"generating a sequence of {length} tokens: {format_bytes(sum(generation.values()))} ({parts})"
 
 
 def advice(parts: dict[str, int], train: TrainArgs, max_seq_length: int) -> str:

@@ -60,6 +60,10 @@ class Planner:
             self._known[key] = self._run.memory(self.loss_plan(train), *key, accumulation_iters)
         return self._known[key]
 
+    def generation(self) -> dict[str, int]:
+        """Bytes by part of generating one sequence as long as those of training."""
+        return self._run.generation(self.max_seq_length)
+
     def fitting(self, train: TrainArgs, usable: int) -> list[str]:
         """Lines that say what is the largest micro-batch, and the longest sequence, that fits `usable` bytes."""
         micro_batch, sequence = self.largest_micro_batch(train, usable), self.longest_sequence(train, usable)

@@ -20,7 +20,8 @@ from litce.training.optim import OptimizerSpec
 
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer state"
 BUCKETS, ACTIVATIONS, TEMPORARIES, BATCH = "gradient buckets", "activations", "optimizer temporaries", "batch"
-PARTS = (WEIGHTS, OPTIMIZER, BUCKETS, GRADIENTS, ACTIVATIONS, LOSS_PART, TEMPORARIES, BATCH)
+KV_CACHE = "KV cache"
+PARTS = (WEIGHTS, OPTIMIZER, BUCKETS, GRADIENTS, ACTIVATIONS, LOSS_PART, TEMPORARIES, KV_CACHE, BATCH)
 FORWARD, BACKWARD, STEP = PHASES = ("forward pass", "backward pass", "optimizer step")
 
 
@@ -118,6 +119,25 @@ class FakeRun:
             phases[phase] = parts
         batch = sum(batch.nbytes for batch in batches)
         return StepMemory({**phases, STEP: {**self._optimizer_step, BATCH: batch}})
+
+    def generation(self, length: int) -> dict[str, int]:
+        """Bytes by part of generating from one prompt, for `length` tokens with it, at the peak: reading the prompt."""
+        counter = Allocations()
+        # The cache looks at the positions' values, so they are real.
+        positions = torch.arange(length)
+        self.model.eval()
+        with self._mode, torch.no_grad(), counter:
+            counter.enter_phase(FORWARD, BATCH)
+            ids = torch.zeros((1, length), dtype=torch.int64, device=self.fabric.device)
+            counter.part = KV_CACHE
+            self.model.set_kv_cache(1, length)
+            counter.part = ACTIVATIONS
+            last = self.model.hidden_states(ids, input_pos=positions)[:, -1]
+            counter.part = LOSS_PART
+            self.model.lm_head(last).float()
+        self.model.clear_kv_cache()
+        self.model.train()
+        return {WEIGHTS: self._fixed[WEIGHTS], **counter.peak.by_part()}
 
     def _backward_part(self, buffer: Buffer, logits_shape: tuple[int, int]) -> str:
         """What a buffer is for that the backward pass made, by its shape: autograd does not say."""

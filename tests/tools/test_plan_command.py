@@ -68,6 +68,8 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "activations",
         "logits, loss blocks",
         "predicted peak: ",
+        "generating a sequence of 256 tokens: ",
+        "KV cache 2.1 MB",
         "cross-entropy: chunked",
         "it fits: 400.0 MB less 40.0 MB for what is no tensor is 360.0 MB",
         "largest micro-batch that fits: ",

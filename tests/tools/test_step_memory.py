@@ -8,6 +8,7 @@ from lightning.fabric import Fabric
 
 from litce.args import TrainArgs, UsageError
 from litce.config import Config
+from litce.generate import generate
 from litce.model import GPT
 from litce.peft import Adapter, AdapterV2, FinetuneMethod, Full, LoRA
 from litce.tools.allocations import allocator_peak_bytes
@@ -147,6 +148,20 @@ def test_frozen_parameters_cost_their_weights_alone() -> None:
     assert run.gradient_bytes == 2 * 32 * 4
     assert memory.phases[STEP]["gradients"] == 2 * 32 * 4
     assert memory.parts["activations"] < _memory(_fake_run()).parts["activations"]
+
+
+@pytest.mark.parametrize("model", ["gpt2", "Qwen2.5-0.5B", "gemma-3-270m"])
+def test_generation(model: str) -> None:
+    config = Config.from_name(model, n_layer=2, vocab_size=4000, intermediate_size=512)
+    fabric = Fabric(accelerator="cpu", devices=1, precision="32-true")
+    generation = FakeRun(config, lambda gpt: None, resolve_optimizer("SGD"), fabric).generation(600)
+    assert generation["KV cache"] == 2 * 2 * config.n_query_groups * config.head_size * 600 * 4  # type: ignore[operator]
+
+    def real() -> None:
+        gpt = GPT(config)
+        generate(gpt, [[1] * 600], max_new_tokens=1)
+
+    assert sum(generation.values()) == pytest.approx(allocator_peak_bytes(real), rel=0.05)
 
 
 def test_asking_twice_gives_the_same() -> None:
