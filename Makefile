@@ -39,7 +39,8 @@ mutants: setup
 	$(BIN)/python -m tests.mutants
 
 profile: setup
-	$(BIN)/litce profile_memory --out_dir docs/profiling
+	$(BIN)/litce profile_memory --runs [loss,step,budget] --out_dir docs/profiling
+	$(BIN)/litce profile_memory --runs [compile] --shapes [2048x512x50257] --out_dir docs/profiling/compile
 
 gpu-check: setup
 	$(BIN)/python -m litce.tools.gpu_check

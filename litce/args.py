@@ -63,8 +63,10 @@ class TrainArgs:
     """Optimizer steps between log lines"""
     global_batch_size: int = 64
     """Sequences per optimizer step, over all devices"""
-    micro_batch_size: int = 4
-    """Sequences per forward pass on one device"""
+    micro_batch_size: int | Literal["auto"] = 4
+    """Sequences per forward pass on one device; auto takes the most that are predicted to fit the memory"""
+    memory_limit: int | str | None = None
+    """Memory of a device that the run may use, such as 24GB; null takes all where micro_batch_size is auto"""
     lr_warmup_steps: int = 100
     """Optimizer steps over which the learning rate rises to its peak"""
     min_lr: float = 6e-5
@@ -94,7 +96,9 @@ class TrainArgs:
 
     def __post_init__(self) -> None:
         self.memory_budget_bytes = parse_bytes(self.memory_budget_bytes)
-        for name in ("save_interval", "keep_last", "log_interval", "global_batch_size", "micro_batch_size"):
+        if self.memory_limit is not None:
+            self.memory_limit = parse_bytes(self.memory_limit, "--train.memory_limit")
+        for name in ("save_interval", "keep_last", "log_interval", "global_batch_size"):
             _require_positive("train", name, getattr(self, name))
         for name in ("epochs", "max_tokens", "max_steps", "max_time", "max_seq_length", "max_norm"):
             _require_positive("train", name, getattr(self, name))
@@ -104,11 +108,20 @@ class TrainArgs:
             raise UsageError(f"--train.scheduled_sampling {self.scheduled_sampling}: must be between 0 and 1")
         if self.cross_entropy_chunk_size != "auto":
             _require_not_negative("train", "cross_entropy_chunk_size", self.cross_entropy_chunk_size)
+        if self.micro_batch_size == "auto":
+            return
+        _require_positive("train", "micro_batch_size", self.micro_batch_size)
         if self.global_batch_size % self.micro_batch_size:
             raise UsageError(
                 f"--train.global_batch_size {self.global_batch_size} is not a multiple of "
                 f"--train.micro_batch_size {self.micro_batch_size}; change one of them"
             )
+
+    @property
+    def num_sequences(self) -> int:
+        """`micro_batch_size`, once it is a number."""
+        assert self.micro_batch_size != "auto"
+        return self.micro_batch_size
 
     def accumulation_iters(self, world_size: int) -> int:
         """Micro-batches per device and optimizer step.
@@ -116,13 +129,13 @@ class TrainArgs:
         Raises:
             UsageError: if the global batch does not divide into whole micro-batches on `world_size` devices.
         """
-        if self.global_batch_size % (self.micro_batch_size * world_size):
+        sequences = self.num_sequences * world_size
+        if self.global_batch_size % sequences:
             raise UsageError(
                 f"--train.global_batch_size {self.global_batch_size} is not a multiple of --train.micro_batch_size "
-                f"{self.micro_batch_size} x {world_size} devices = {self.micro_batch_size * world_size}; "
-                "change one of them"
+                f"{self.micro_batch_size} x {world_size} devices = {sequences}; change one of them"
             )
-        return self.global_batch_size // (self.micro_batch_size * world_size)
+        return self.global_batch_size // sequences
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,7 +60,10 @@ def setup(
     Raises:
         UsageError: if the arguments cannot work.
     """
-    limit = None if memory is None else parse_bytes(memory, "--memory")
+    limit = train.memory_limit if memory is None else parse_bytes(memory, "--memory")
+    assert not isinstance(limit, str)
+    if train.micro_batch_size == "auto" and limit is None:
+        raise UsageError("--train.micro_batch_size auto needs --memory; give the memory of a device, such as 24GB")
     if png is not None and not png.parent.is_dir():
         raise UsageError(f"--png {png}: the folder {png.parent} does not exist")
     if devices < 1:
@@ -67,9 +71,13 @@ def setup(
     methods = {"lora": lora, "adapter": adapter, "adapter_v2": AdapterV2()}
     config = _model(model_name, model_config, checkpoint_dir)
     task = Task(config, methods.get(method, Full()), lambda gpt: None, tokenizer=None)
-    planner = Planner(task, precision, train, optimizer, devices)
+    first = replace(train, micro_batch_size=1) if train.micro_batch_size == "auto" else train
+    planner = Planner(task, precision, first, optimizer, devices)
     console = Console(width=None if Console().is_terminal else 120)
     with Status("running the model on tensors without memory", console=Console(stderr=True)):
+        if train.micro_batch_size == "auto" and limit is not None:
+            first = replace(train, micro_batch_size=planner.largest_micro_batch(first, usable_bytes(limit)) or 1)
+        train = first
         memory_of_run = planner.memory(train)
         fitting = None if limit is None else planner.fitting(train, usable_bytes(limit))
     title = (

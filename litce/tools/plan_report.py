@@ -57,8 +57,8 @@ def advice(parts: dict[str, int], train: TrainArgs, max_seq_length: int) -> str:
         LOSS_PART: "--train.cross_entropy auto --train.cross_entropy_chunk_size auto"
         if train.cross_entropy == "dense" or train.cross_entropy_chunk_size != "auto"
         else "--train.memory_budget_bytes, which is now " + format_bytes(int(train.memory_budget_bytes)),
-        ACTIVATIONS: f"--train.micro_batch_size {train.micro_batch_size // 2}"
-        if train.micro_batch_size % 2 == 0
+        ACTIVATIONS: f"--train.micro_batch_size {train.num_sequences // 2}"
+        if train.num_sequences % 2 == 0
         else f"--train.max_seq_length {max(1, max_seq_length // 2)}",
         OPTIMIZER: "--optimizer SGD, or --precision bf16-true",
         GRADIENTS: "--precision bf16-true",

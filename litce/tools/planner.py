@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from lightning.fabric import Fabric
+
 from litce.args import TrainArgs
 from litce.loss import CrossEntropyPlan
 from litce.tools.step_memory import FakeRun, StepMemory
@@ -34,13 +36,14 @@ class Planner:
         train: TrainArgs,
         optimizer: str | dict[str, Any],
         devices: int,
+        fabric: Fabric | None = None,
     ) -> None:
         task.method.check(task.config)
         self.task, self.precision, self.devices = task, precision, devices
         train.accumulation_iters(devices)
         self.max_seq_length = resolve_max_seq_length(train, task)
         spec = resolve_optimizer(optimizer)
-        self._fabric = build_fabric(precision=precision, devices=1, num_nodes=1)
+        self._fabric = fabric or build_fabric(precision=precision, devices=1, num_nodes=1)
         self.fabric_precision = self._fabric.strategy.precision.precision
         self.loss_plan(train)
         self._run = FakeRun(task.config, task.method.prepare, spec, self._fabric, devices)
@@ -54,7 +57,7 @@ class Planner:
     def memory(self, train: TrainArgs) -> StepMemory:
         """What the run with these arguments holds."""
         max_seq_length = resolve_max_seq_length(train, self.task)
-        key = train.micro_batch_size, max_seq_length
+        key = train.num_sequences, max_seq_length
         if key not in self._known:
             accumulation_iters = train.accumulation_iters(self.devices)
             self._known[key] = self._run.memory(self.loss_plan(train), *key, accumulation_iters)

@@ -29,7 +29,7 @@ from litce.tools.profile_tables import tables
 RUNS = ("loss", "compile", "step", "budget")
 # B x T = 2 x 2048 tokens.
 REFERENCE_SHAPE = "4096x2048x32000"
-CHUNK_SIZES = (16, 64, 256, 1024, 4096)
+CHUNK_SIZES = (64, 256, 1024, 4096)
 VOCAB_SIZES = (8192, 16384, 32768, 50257, 131072, 151936)
 ROW_LOSSES = ("chunked", "cut", "logits in chunks")
 

@@ -23,6 +23,7 @@ from litce.training.checkpoint import TrainState
 from litce.training.finetuned import Base, require_same_method
 from litce.training.hyperparameters import as_hyperparameters
 from litce.training.loop import fit, total_steps
+from litce.training.memory_limit import explained_out_of_memory, resolve_micro_batch
 from litce.training.metrics import Metrics, Summary
 from litce.training.optim import LearningRate, resolve_optimizer
 from litce.training.ranks import on_every_rank, on_rank_zero, rank_by_rank
@@ -102,6 +103,7 @@ def run(
     LearningRate(spec.lr, train.min_lr, train.lr_warmup_steps, total_steps(train, None, max_seq_length))
     logger = build_logger(logger_name, out_dir, log, hyperparameters)
     fabric = build_fabric(precision=precision, devices=devices, num_nodes=num_nodes, loggers=[logger])
+    train = resolve_micro_batch(train, task, precision, optimizer, fabric)
     train.accumulation_iters(fabric.world_size)
     plan = resolve_plan(train, task, max_seq_length, precision, fabric.device)
 
@@ -128,7 +130,7 @@ def run(
         make_dataloader(
             dataset,
             data,
-            batch_size=train.micro_batch_size,
+            batch_size=train.num_sequences,
             shuffle=shuffle,
             seed=seed,
             rank=fabric.global_rank,
@@ -175,17 +177,18 @@ def run(
             checkpoint.remove_older(out_dir, train.keep_last)
 
     try:
-        fit(
-            fabric,
-            state,
-            train_loader,
-            val_loader,
-            train,
-            eval,
-            learning_rate=learning_rate,
-            save=save,
-            metrics=metrics,
-        )
+        with explained_out_of_memory(train, task, precision, optimizer, fabric):
+            fit(
+                fabric,
+                state,
+                train_loader,
+                val_loader,
+                train,
+                eval,
+                learning_rate=learning_rate,
+                save=save,
+                metrics=metrics,
+            )
     finally:
         metrics.close()
     unigram_loss = data.unigram_loss() if fabric.is_global_zero and metrics.val_loss is not None else None
@@ -239,7 +242,7 @@ def resolve_plan(
     assert config.padded_vocab_size is not None and isinstance(train.memory_budget_bytes, int)
     try:
         return plan_cross_entropy(
-            train.micro_batch_size * max_seq_length,
+            train.num_sequences * max_seq_length,
             config.padded_vocab_size,
             config.n_embd,
             dtype=weight_dtype(precision),
