@@ -46,7 +46,7 @@ def test_only_the_head_reads_its_weight() -> None:
 def test_importable_without_optional_packages() -> None:
     """Names of the optional packages appear in no import at the top of a file."""
     optional = re.compile(
-        r"^(?:from|import) (?:wandb|tensorboard|litdata|liger_kernel|cut_cross_entropy)\b", re.MULTILINE
+        r"^(?:from|import) (?:wandb|tensorboard|litdata|liger_kernel|cut_cross_entropy|lm_eval)\b", re.MULTILINE
     )
     assert [path.name for path in SOURCES if optional.search(path.read_text())] == []
     assert importlib.util.find_spec("litce") is not None
